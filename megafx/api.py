@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.dims import max_length
-from megafx.capture.export import capture_call, sizes_of_call
+from megafx.capture.export import sizes_of_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.capture.quantised import refuse_quantised
+from megafx.compiler.captured import capture
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config, device_memory
 from megafx.distributed.mesh import make_meshes
@@ -97,7 +98,7 @@ def plan(
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     t = config.tensor_model_parallel_size or 1
     hardware = hardware_of(config, None)
     wants_grad = in_training(differentiable_inputs(args, kwargs, loss_inputs))
@@ -129,7 +130,7 @@ def predict_memory(
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     ranks = config.data_parallel_size or 1
     shard = 1 if config.data_parallel == "ddp" else config.data_parallel_shard_size or ranks
     data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
@@ -173,7 +174,7 @@ def search(
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     wants_grad = in_training(differentiable_inputs(args, kwargs, loss_inputs))
     return search_call(program, config, hardware_of(config, None), gpus, limit, batches, shown, wants_grad)
 

@@ -199,6 +199,11 @@ class Config:
     eager_modules: tuple[str, ...] = _option(
         tuple, "globs of submodules that are not captured: their code runs as it is, on whole tensors"
     )
+    uncaptured: Literal["eager", "error"] = _option(
+        "eager",
+        "a submodule whose code cannot be captured: 'eager' leaves it out of the graph, as eager_modules does, with a note; "
+        "'error' raises a CaptureError",
+    )
     cache: bool = _option(
         True, "plans and programs of calls are kept on disk, and read at the next start (docs/cache.md)"
     )

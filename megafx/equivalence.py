@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, state_of
-from megafx.capture.export import capture_call
 from megafx.capture.program import output_path
 from megafx.capture.quantised import refuse_quantised
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
+from megafx.compiler.captured import capture
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.debugging import debug
@@ -158,13 +158,13 @@ class VerifiedCall:
 
     def captured(self) -> Program:
         refuse_quantised(self.model, self.ranks)
-        return capture_call(
+        return capture(
             self.model,
+            self.config,
             self.args,
             self.kwargs,
             loss_fn=self.loss_fn,
             loss_inputs=self.loss_inputs,
-            eager=self.config.eager_modules,
         )
 
     def planner(self, ranks: int, config: Config) -> Planner:

@@ -49,6 +49,7 @@ class CaptureError(MegafxError):
     """The model (or this call of it) cannot be captured as one graph."""
 
     what_to_do = "Change the line that is named, or leave its module out of the graph: `Config(eager_modules=[...])`."
+    part = ""  # FQN of the smallest submodule whose call holds the line, where it can be left eager
 
 
 class PlanError(MegafxError):
@@ -93,6 +94,12 @@ class NumericError(MegafxError, ArithmeticError):
     """A loss or a gradient is not finite."""
 
     what_to_do = "Look at the learning rate, the data and the loss scale of the step before."
+
+
+def in_part(error: CaptureError) -> CaptureError:
+    """An error for what code of a submodule does by data, which the submodule can do when it is left eager."""
+    error.part = error.module or ""
+    return error
 
 
 def or_leave_eager(fix: str, module: str | None) -> str:

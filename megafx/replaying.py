@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megafx.capture.export import capture_call
+from megafx.compiler.captured import capture
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.compiler.runner import ABOUT
 from megafx.config import Config
@@ -84,7 +84,7 @@ def _compile(model: nn.Module, args: Any, kwargs: Any, about: dict[str, Any], pa
     wants_grad = (lambda spec: spec.kind == "param") if about["training"] else None
     axes = {TENSOR_AXIS: AxisContext(0, t, TENSOR_AXIS)} if t > 1 else None
     planner = Planner(config, t, Hardware.load(about["hardware"]), data, wants_grad, fixed, given, axes=axes)
-    program = capture_call(model, args, kwargs, eager=config.eager_modules)
+    program = capture(model, config, args, kwargs)
     if "localize_shapes" not in passes:
         plan_only(program, planner)
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megafx.capture.uncaptured import called_part
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import MADE_UP_INPUTS
@@ -44,9 +45,12 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, GENERATOR):
+    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT)
+    if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
-    return CaptureError(found, fix=fix, module=module, source=source)
+    made = CaptureError(found, fix=fix, module=module, source=source)
+    made.part = called_part(error, model) if by_data else ""
+    return made
 
 
 def unsupported_leaf(name: str, value: Any) -> CaptureError:

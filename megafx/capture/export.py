@@ -54,7 +54,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
-from megafx.ops.eager_call import Order, matching
+from megafx.ops.eager_call import Order, forget_made_up, matching, refuse_made_up
 from megafx.progress import stage
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
@@ -517,6 +517,8 @@ class _Capture:
         refuse_nodes(gm)
         entering = [name for name, value in self.leaves if self._enters(name, value)]
         inputs, constants = name_inputs(exported, self.root.model, entering)
+        refuse_made_up(constants.values())
+        forget_made_up()
         outputs, out_leaves = name_outputs(exported, gm.graph, self.requires_grad)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}

@@ -56,7 +56,7 @@ from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of
-from megafx.ops.eager_call import LeftEager, Order, matching
+from megafx.ops.eager_call import LeftEager, Order, forget_made_up, matching
 from megafx.ops.hook_call import Around
 
 Note = Callable[[str], None]
@@ -358,7 +358,9 @@ def prepared(
             for config in configs:
                 _prepare_config(config, model, note)
             _prepare_modules(model, note)
-            left = [LeftEager(module, fqn) for fqn, module in matching(model, eager).items()]
+            forget_made_up()
+            told = {} if reads is None else {"sets": reads.sets}
+            left = [LeftEager(module, fqn, **told) for fqn, module in matching(model, eager).items()]
             inside = [m for each in left for m in each.module.modules()]
             hooks = around(model, hooked_modules(model, {*inside, *unhooked}, storing), order or Order())
             _make_fake(model, fake_mode, device, stand_ins)

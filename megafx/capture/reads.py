@@ -34,6 +34,7 @@ from megafx.capture.layerdrop import names_of
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
 from megafx.ir.source_lines import is_user_file, line_of
+from megafx.ops.eager_call import in_eager_code
 
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -94,6 +95,7 @@ class Reads:
         self.taken: Callable[[Place], None] = lambda place: None
         self.assigned: Callable[[Place], None] = lambda place: None
         self.classes: dict[type, OwnAttributes] = {}
+        self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.memos: list[Any] = []  # functools.lru_cache's: what a trace computes is of no use to other code
         for fqn, module in model.named_modules():
             if id(module) not in self.skipped:
@@ -122,6 +124,11 @@ class Reads:
         if (found := _states_differ(before, _states())) is not None:
             raise _not_repeatable(found, None)
 
+    def sets(self, module: nn.Module, name: str, fqn: str) -> None:
+        """Code of the module `fqn`, which is left eager, sets this attribute, of itself or of a module in it."""
+        inside = next((n for n, m in self.model.get_submodule(fqn).named_modules() if m is module), "")
+        self.set_later[id(module), name] = fqn, ".".join(part for part in (fqn, inside, name) if part)
+
     def undo(self) -> None:
         """Give classes their own methods back."""
         for cls, methods in self.patched.items():
@@ -136,6 +143,14 @@ class Reads:
         """A class's `__getattribute__` that notes what is read."""
 
         def read(owner: Any, name: str) -> Any:
+            if self.set_later and self.on and (id(owner), name) in self.set_later and not in_eager_code():
+                fqn, path = self.set_later[id(owner), name]
+                raise CaptureError(
+                    f"forward reads '{path}', which a module that is left eager sets when it runs",
+                    module=fqn,
+                    source=line_of(sys._getframe(1)),
+                    fix="let the module return it",
+                )
             if not self.on or name in IGNORED or name.startswith("__"):
                 if self.on and name == "__dict__" and _is_looked_at(_reader().f_code.co_filename):
                     self._note_all(owner)
@@ -154,6 +169,12 @@ class Reads:
         """A class's `__setattr__` that notes what is written."""
 
         def write(owner: Any, name: str, value: Any) -> None:
+            if self.on and id(owner) in self.skipped and name not in IGNORED and not in_eager_code():
+                raise CaptureError(
+                    f"forward sets '{name}' of a module that is left eager, which runs later",
+                    source=line_of(sys._getframe(1)),
+                    fix="pass it to the module as an argument",
+                )
             if self.on and id(owner) in self.names:
                 attributes = _attributes(owner)
                 self.written.setdefault((id(attributes), name), line_of(sys._getframe(1)))

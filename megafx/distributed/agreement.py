@@ -180,6 +180,18 @@ def check_inputs(
         )
 
 
+def check_results(fqn: str, results: Sequence[torch.Tensor], step: int, group: dist.ProcessGroup | None) -> None:
+    """Raise AgreementError on every rank unless all have the same results of a module that is left eager."""
+    if not results:
+        return
+    hashes = _gather_hashes(results, group)
+    if bool((hashes != hashes[0]).any()):
+        raise AgreementError(
+            f"call {step}: what '{fqn}' returns, a module that is left eager, is not the same on all tensor-parallel ranks",
+            fix="let its code depend on nothing but its inputs: no torch.Generator of its own, clock, file or rank",
+        )
+
+
 SAMPLED = 64  # elements of a parameter that ranks compare
 
 

@@ -189,6 +189,9 @@ COUNTING = (
 )  # ops whose result has a size that data decides
 
 
+EAGER = "megafx.eager_call.default"  # some sizes of its results may be such, too
+
+
 def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     """For each symbol of a size that data decides (data_sizes.py) the first node whose result is so long."""
     found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
@@ -197,6 +200,13 @@ def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
             named = getattr(node.meta["val"].fake_mode.shape_env, "row_counts", {})
             if node.args[1] in named:
                 found.setdefault(named[node.args[1]].node._expr, (node, 0))
+        elif node.target is operator.getitem and str(getattr(node.args[0], "target", "")) == EAGER:
+            value: Any = node.meta["val"]
+            env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+            symbols = {count.node._expr for count in getattr(env, "row_counts", {}).values()}
+            for dim, size in enumerate(value.shape if symbols else ()):
+                if isinstance(size, torch.SymInt) and size.node._expr in symbols:
+                    found.setdefault(size.node._expr, (node, dim))
     return found
 
 

@@ -19,19 +19,23 @@ import contextlib
 import fnmatch
 import itertools
 import math
+import random
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megafx.errors import CaptureError, ConfigError, UsageError
+from megafx.errors import CaptureError, ConfigError, MegafxError, UsageError
 from megafx.ir.call_spec import ambient_autocast
+from megafx.ir.data_sizes import size_named
 from megafx.ops import tapes
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
@@ -52,12 +56,26 @@ class ResultSize:
 
 
 @dataclass(frozen=True)
+class DataSize:
+    """A dim of a result that the code decides by data: the number-th of the call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """A leaf of the arguments that is a size of one of the tensors."""
+
+    size: ResultSize
+
+
+@dataclass(frozen=True)
 class EagerCall:
     """One call of one module. The first tensors are leaves of (args, kwargs), the others its parameters.
 
     leaves: of the arguments, with None where a tensor goes. wanted: which of the tensors require a gradient. results: dtype and
     sizes of each tensor that it returns. out_leaves: its output, with None where a tensor goes. random: whether it draws
-    numbers.
+    numbers. named: what the graph calls the sizes of results that data decides, once it has names for them.
     """
 
     module: weakref.ReferenceType[nn.Module]
@@ -67,10 +85,11 @@ class EagerCall:
     names: tuple[str, ...]
     autocast: tuple[dict[str, Any], ...]
     wanted: tuple[bool, ...] = ()
-    results: tuple[tuple[torch.dtype, tuple[ResultSize, ...]], ...] = ()
+    results: tuple[tuple[torch.dtype, tuple[ResultSize | DataSize, ...]], ...] = ()
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
     random: bool = False
+    named: tuple[str, ...] = ()
 
     copies: ClassVar[bool] = False  # whether the code gets copies of the tensors
 
@@ -91,14 +110,19 @@ class EagerCall:
         """The module's output, with these tensors as inputs and parameters."""
         module = self.found()
         values = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(values) if x is None else x.value for x in self.leaves], self.spec)
+        leaves = [next(values) if x is None else leaf_value(x, tensors) for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         own = {n: b.clone() for n, b in module.named_buffers()} if buffers is None else buffers
         state = dict(zip(self.names, values, strict=True)) | own
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
             versions = {name: b._version for name, b in own.items()}
-            output = torch.func.functional_call(module, state, args, kwargs)
+            outer, _here.inside = in_eager_code(), True
+            try:
+                output = torch.func.functional_call(module, state, args, kwargs)
+            finally:
+                _here.inside = outer
         for name, before in versions.items():
             if own[name]._version != before:
                 raise UsageError(
@@ -114,6 +138,27 @@ class Constant:
     """A leaf that is no tensor."""
 
     value: Any
+
+
+def leaf_value(leaf: Constant | Size, tensors: Sequence[Tensor]) -> Any:
+    return leaf.size.of(tensors) if isinstance(leaf, Size) else leaf.value
+
+
+def size_leaf(value: torch.SymInt, tensors: Sequence[Tensor]) -> Size | None:
+    """A size as what it is of these tensors."""
+    for i, tensor in enumerate(tensors):
+        for d, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                return Size(ResultSize(sympy.Integer(1), ((i, d),)))
+    return None
+
+
+_here = threading.local()
+
+
+def in_eager_code() -> bool:
+    """Whether this thread runs code of a module that is left eager: its submodules run their own."""
+    return getattr(_here, "inside", False)
 
 
 _calls: dict[str, EagerCall] = {}
@@ -132,22 +177,47 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-class LeftEager:
-    """A submodule whose calls are nodes of what is traced. calls: how many there were."""
+_ABSENT = object()
+_OWN = frozenset(vars(nn.Module()))  # tables of every module
 
-    def __init__(self, module: nn.Module, fqn: str) -> None:
-        self.module, self.fqn, self.calls = module, fqn, 0
+
+def _contents(module: nn.Module) -> dict[str, list[int]]:
+    """Attribute that is a container -> what is in it, by identity."""
+    found = {name: value for name, value in vars(module).items() if name not in _OWN}
+    return {
+        name: [id(x) for x in (value.values() if isinstance(value, dict) else value)]
+        for name, value in found.items()
+        if isinstance(value, (list, dict, set))
+    }
+
+
+class LeftEager:
+    """A submodule whose calls are nodes of what is traced. calls: how many there were. sets(module, name, fqn): told each
+    attribute of it and of modules in it that its code sets or changes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fqn: str,
+        sets: Callable[[nn.Module, str, str], None] = lambda module, name, fqn: None,
+    ) -> None:
+        self.module, self.fqn, self.calls, self.sets = module, fqn, 0, sets
         self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
 
     def call_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What a call of the module is while a model is traced. Its hooks run in the node."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
+            before = [(m, dict(vars(m)), _contents(m)) for m in self.module.modules()]
             replaced = vars(self.module).pop("_call_impl")
             try:
                 call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs)
             finally:
                 vars(self.module)["_call_impl"] = replaced
+            for module, attributes, contents in before:
+                for name, value in vars(module).items():
+                    if attributes.get(name, _ABSENT) is not value or contents.get(name) != _contents(module).get(name):
+                        self.sets(module, name, self.fqn)
             self.calls += 1
             return as_node(call, tensors)
 
@@ -166,12 +236,19 @@ def _probed_call(
     module: nn.Module, fqn: str, buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[EagerCall, list[Tensor]]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
-        what = "a module that is left eager gets a number that depends on sizes"
-        raise CaptureError(what, module=fqn, fix="let it read the size from a tensor")
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     parameters = dict(module.named_parameters())
-    constants = tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves)
+
+    def kept(leaf: Any) -> Constant | Size | None:
+        if isinstance(leaf, Tensor):
+            return None
+        found = size_leaf(leaf, inputs) if isinstance(leaf, torch.SymInt) else None
+        if found is None and isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            what = "a module that is left eager gets a number that depends on sizes"
+            raise CaptureError(what, module=fqn, fix="let it read the size from a tensor")
+        return found or Constant(leaf)
+
+    constants = tuple(map(kept, leaves))
     tensors = [*inputs, *parameters.values()]
     names, autocast = tuple(parameters), tuple(ambient_autocast())
     call = EagerCall(weakref.ref(module), fqn, spec, constants, names, autocast, differentiable(tensors))
@@ -210,40 +287,87 @@ def as_node(call: EagerCall, tensors: list[Tensor], order: Order | None = None) 
     return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)
 
 
+def name_sizes(key: str, shapes: list[list[Any]], name: Callable[[sympy.Symbol], str]) -> None:
+    """From here on, sizes of results that data decides have names. shapes: of the results in the trace, ints and SymNodes."""
+    named: list[str] = []
+    for (_, sizes), shape in zip(_calls[key].results, shapes, strict=True):
+        named += [name(n._expr) for size, n in zip(sizes, shape, strict=True) if isinstance(size, DataSize)]
+    _calls[key] = replace(_calls[key], named=tuple(named))
+
+
 # -- what comes out
 
 
+class _Made(TorchDispatchMode):
+    """Notes what runs on made-up inputs make: none of it may get into the graph."""
+
+    tensors: ClassVar[list[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors.extend(x.detach() for x in pytree.tree_leaves(result) if type(x) is Tensor)
+        return result
+
+
+def forget_made_up() -> None:
+    _Made.tensors.clear()
+
+
+def refuse_made_up(constants: Iterable[Any]) -> None:
+    """Raise CaptureError where code that is captured has read a tensor that code that is left eager has put somewhere."""
+    made = {x.untyped_storage()._cdata for x in _Made.tensors}
+    if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in made for x in constants):
+        raise CaptureError(
+            "forward reads a tensor that a module that is left eager has put into a global or an object",
+            fix="let the module return it",
+        )
+
+
 def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) -> EagerCall:
-    """The call with what it returns, found by running it on made-up tensors."""
+    """The call with what it returns, found by running it on made-up tensors: of two sets of sizes, and of two sets of data
+    where the code takes the second."""
     runs = []
     state = torch.get_rng_state()
     try:
-        for sizes in MADE_UP:
-            values = made_up(tensors, sizes)
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                meta = {n for n, b in buffers.items() if b.device.type == "meta"}
-                own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
-                before = torch.get_rng_state()
-                output = _tried(call, values, own)
-                random = not torch.equal(before, torch.get_rng_state())
-            leaves, spec = pytree.tree_flatten(output)
-            runs.append((values, leaves, spec))
+        for data in (0, 1):
+            for sizes in MADE_UP:
+                values = made_up(tensors, sizes, data)
+                with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                    meta = {n for n, b in buffers.items() if b.device.type == "meta"}
+                    own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
+                    before = torch.get_rng_state()
+                    try:
+                        with _Made():
+                            output = _tried(call, values, own)
+                    except MegafxError:
+                        raise
+                    except Exception:
+                        if data == 0:
+                            raise
+                        break
+                    drawn = not torch.equal(before, torch.get_rng_state())
+                leaves, spec = pytree.tree_flatten(output)
+                runs.append((values, leaves, spec, drawn))
     finally:
         torch.set_rng_state(state)
-    (first, leaves, spec), (second, others, other_spec) = runs
-    if spec != other_spec:
+    spec, count = runs[0][2], itertools.count()
+    if any(other != spec for _, _, other, _ in runs):
         what = "a module that is left eager returns another structure for other inputs"
         raise CaptureError(what, module=call.fqn, fix="return as many tensors in every case")
-    results: list[tuple[torch.dtype, tuple[ResultSize, ...]]] = []
+    results: list[tuple[torch.dtype, tuple[ResultSize | DataSize, ...]]] = []
     out_leaves: list[Constant | None] = []
-    for a, b in zip(leaves, others, strict=True):
-        if isinstance(a, Tensor):
-            dims = zip(a.shape, b.shape, strict=True) if a.dim() == b.dim() else [(1, -1)]
-            results.append((a.dtype, tuple(_size(call, m, n, first, second) for m, n in dims)))
+    for each in zip(*(leaves for _, leaves, _, _ in runs), strict=True):
+        if isinstance(each[0], Tensor):
+            if len({x.dim() for x in each}) > 1:
+                what = "a module that is left eager returns another structure for other inputs"
+                raise CaptureError(what, module=call.fqn, fix="return as many tensors in every case")
+            dims = (_size([x.shape[d] for x in each], runs[0][0], runs[1][0]) for d in range(each[0].dim()))
+            results.append((each[0].dtype, tuple(DataSize(next(count)) if d is None else d for d in dims)))
             out_leaves.append(None)
         else:
-            out_leaves.append(Constant(a))
-    return replace(call, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=random)
+            out_leaves.append(Constant(each[0]))
+    draws = any(drawn for *_, drawn in runs)
+    return replace(call, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=draws)
 
 
 def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor]) -> Any:
@@ -255,12 +379,13 @@ def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor]) ->
         raise
 
 
-def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
-    """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True."""
+def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0) -> list[Tensor]:
+    """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True. data: 1 for
+    other numbers, indices of 0 and 1, and truth values of both kinds."""
     symbols: dict[sympy.Symbol, int] = {}
     made = []
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(data)
         for tensor in tensors:
             shape = []
             for size in tensor.shape:
@@ -273,14 +398,20 @@ def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
                     shape.append(int(size))
             if tensor.dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(tensor.dtype)
+            elif data:
+                value = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
             else:
                 value = torch.full(shape, int(tensor.dtype == torch.bool), dtype=tensor.dtype)
             made.append(value.to(tensor.device))
     return made
 
 
-def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> ResultSize:
-    """What dim is a for the first tensors and b for the second."""
+def _size(found: list[int], first: list[Tensor], second: list[Tensor]) -> ResultSize | None:
+    """What a dim is that has these sizes in the runs: on the first tensors, the second ones, and again with other data. None
+    where data decides it."""
+    a, b, *again = found
+    if any(one != other for one, other in zip(again, (a, b), strict=False)):
+        return None
     if a == b:
         return ResultSize(sympy.Rational(a), ())
     varying: dict[tuple[int, int], tuple[int, int]] = {}
@@ -288,16 +419,12 @@ def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Ten
         for d, pair in enumerate(zip(x.shape, y.shape, strict=True)):
             if pair[0] != pair[1] and pair not in varying.values():
                 varying[i, d] = pair
-    for count in range(1, len(varying) + 1):
-        for dims in itertools.combinations(varying, count):
+    for number in range(1, len(varying) + 1):
+        for dims in itertools.combinations(varying, number):
             one, two = (math.prod(varying[k][j] for k in dims) for j in (0, 1))
             if a * two == b * one:
                 return ResultSize(sympy.Rational(a, one), dims)
-    raise CaptureError(
-        f"the size of a result depends on data: {a} and {b} for made-up inputs",
-        module=call.fqn,
-        fix="only modules whose results have sizes that the inputs decide can be left eager: return whole tensors and a mask",
-    )
+    return None
 
 
 # -- the operator
@@ -316,11 +443,36 @@ def _drawing(call: EagerCall, seed: Tensor | None, op_id: int, tensors: Sequence
         yield
 
 
+def _generators(tensors: Sequence[Tensor]) -> list[Any]:
+    """The states of the default generators of torch, Python and numpy."""
+    devices = sorted({x.device.index for x in tensors if x.device.type == "cuda"})
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in devices)]
+    return [*(x.numpy().tobytes() for x in of_torch), random.getstate(), str(np.random.get_state())]
+
+
 def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, op_id: int, key: str) -> list[Tensor]:
-    call = _calls[key]
+    call, run = _calls[key], tapes.current()
+    watched = run.ranks > 1 and not call.copies
+    before = _generators(tensors) if watched else None
     with _drawing(call, seed, op_id, tensors):
         output, results, handle = tapes.record(call.run, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
-    wanted = [(dtype, tuple(size.of(tensors) for size in sizes)) for dtype, sizes in call.results]
+    if watched and _generators(tensors) != before:
+        raise UsageError(
+            "a module that is left eager draws random numbers, which its runs on made-up inputs did not show: each rank would "
+            "draw others",
+            module=call.fqn,
+            fix="draw with torch in every call (`torch.randn_like(x)`), or draw before the call, alike on all ranks, and pass "
+            "the numbers as an argument",
+        )
+    wanted = [
+        (
+            dtype,
+            tuple(
+                n if isinstance(size, DataSize) else size.of(tensors) for n, size in zip(x.shape, sizes, strict=False)
+            ),
+        )
+        for x, (dtype, sizes) in zip(results, call.results, strict=False)
+    ]
     if pytree.tree_structure(output) != call.out_spec:
         raise call.refuse(str(pytree.tree_structure(output)), str(call.out_spec))
     for result, (dtype, shape) in zip(results, wanted, strict=True):
@@ -333,6 +485,8 @@ def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, o
         given = {x.untyped_storage().data_ptr() for x in tensors}
         results = [x.detach().contiguous() for x in results]
         own = [x.clone() if call.copies or x.untyped_storage().data_ptr() in given else x for x in results]
+    if run.compare is not None and not call.copies:
+        run.compare(call.fqn, own)
     return [torch.zeros((), dtype=torch.int64), handle, *own]
 
 
@@ -355,7 +509,15 @@ def _backward(
 def _fake_results(
     tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, op_id: int, key: str
 ) -> list[Tensor]:
-    shapes = [(dtype, [size.of(tensors) for size in sizes]) for dtype, sizes in _calls[key].results]
+    call = _calls[key]
+
+    def of(size: ResultSize | DataSize) -> Any:
+        if isinstance(size, ResultSize):
+            return size.of(tensors)
+        named = call.named
+        return size_named(tensors[0], named[size.number]) if named else torch.library.get_ctx().new_dynamic_size()
+
+    shapes = [(dtype, [*map(of, sizes)]) for dtype, sizes in call.results]
     numbers = [torch.empty((), dtype=torch.int64) for _ in range(2)]
     return [*numbers, *(torch.empty(shape, dtype=dtype, device=tensors[0].device) for dtype, shape in shapes)]
 

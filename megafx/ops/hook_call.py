@@ -24,18 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from megafx.errors import CaptureError, UsageError
-from megafx.ops.eager_call import Constant, EagerCall, Order, ResultSize, as_node, differentiable
+from megafx.ops.eager_call import Constant, EagerCall, Order, ResultSize, as_node, differentiable, leaf_value, size_leaf
 from megafx.ops.tapes import current
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _pairs = itertools.count()
-
-
-@dataclass(frozen=True)
-class Size:
-    """A leaf that is a size of one of the tensors."""
-
-    size: ResultSize
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +126,7 @@ class HookCall(EagerCall):
 
     def run(self, tensors: Sequence[Tensor], buffers: Any = None) -> Any:
         values = iter(tensors)
-        leaves = [next(values) if x is None else _value(x, tensors) for x in self.leaves]
+        leaves = [next(values) if x is None else leaf_value(x, tensors) for x in self.leaves]
         given = pytree.tree_unflatten(leaves, self.spec)
         alike = self.random or current().ranks == 1
         state = None if alike else torch.get_rng_state()
@@ -210,10 +203,6 @@ class HookCall(EagerCall):
             current().open.pop(self.pair, None)
         waiting = current().waiting.get(self.pair) if self.last else None
         return waiting.pop(0).setup_output_hook(output) if waiting else output
-
-
-def _value(leaf: Any, tensors: Sequence[Tensor]) -> Any:
-    return leaf.size.of(tensors) if isinstance(leaf, Size) else leaf.value
 
 
 class Around:
@@ -302,6 +291,7 @@ class Around:
             out_spec,
             tuple(None if isinstance(x, Tensor) else Constant(x) for x in out),
             self.random,
+            (),
             before,
             pair,
             self.traced,
@@ -313,10 +303,8 @@ class Around:
 
     def _leaf(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         if isinstance(value, torch.SymInt):
-            for i, tensor in enumerate(tensors):
-                for d, size in enumerate(tensor.shape):
-                    if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
-                        return Size(ResultSize(sympy.Integer(1), ((i, d),)))
+            if (found := size_leaf(value, tensors)) is not None:
+                return found
         elif isinstance(value, _PLAIN):
             return Constant(value)
         kind = type(value)

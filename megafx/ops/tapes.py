@@ -60,7 +60,8 @@ class Running:
     for a later one.
 
     tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
-    tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py).
+    tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py). compare(FQN, results):
+    raises where ranks have other results of a module that is left eager.
     """
 
     anchor: Tensor | None = None
@@ -71,6 +72,7 @@ class Running:
     results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     used: dict[str, set[int]] = field(default_factory=dict)
     open: dict[Any, Any] = field(default_factory=dict)
+    compare: Callable[[str, Sequence[Tensor]], None] | None = None
 
     def any_of(self, sources: Sequence[Any]) -> bool:
         """Whether a gradient comes from one of these (ir/program.py: Source)."""

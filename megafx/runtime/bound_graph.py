@@ -237,6 +237,13 @@ class BoundGraph:
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
 
+    def running(self) -> Running:
+        """For one run. On the first calls ranks compare what code that is not captured returns."""
+        state = self.state
+        compared = self.tapes and self.ranks > 1 and state.step <= agreement.CHECKED_FIRST
+        compare = lambda fqn, results: agreement.check_results(fqn, results, state.step - 1, state.group)  # noqa: E731
+        return Running(ranks=self.ranks, compare=compare if compared else None)
+
     def fits(self, call: Call) -> bool:
         """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for
         backward is within a budget in bytes."""
@@ -289,7 +296,7 @@ class BoundGraph:
             for index, output in zip(self.connected, results, strict=True):
                 outputs[index] = output
         else:
-            with running(Running(ranks=self.ranks)) if self.tapes else contextlib.nullcontext():
+            with running(self.running()) if self.tapes else contextlib.nullcontext():
                 outputs = self.finish(self.executable.forward(inputs)[0], call)
         if self.tapes and (changed := compiled.spec.state.changed_by_hooks(call.state or {})):
             raise changed_by_a_hook(self.state.model, changed[0])
@@ -429,7 +436,7 @@ class BoundGraph:
     def recompute(self, again: _Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
         """`backward` of a call that another form of this graph has run. tangents: of outputs, as autograd gives them."""
         inputs, _ = self._inputs(call, again.values)
-        run = Running(ranks=self.ranks)
+        run = self.running()
         with running(run) if self.tapes else contextlib.nullcontext():
             outputs, kept = self.executable.forward(inputs)
         outputs = self._as_the_user_gets(outputs, call)
@@ -543,7 +550,7 @@ class _Step:
         self.kept: Any = None
         self.again: _Again | None = None
         self.layouts: list[TPTensor | None] = []
-        self.run = Running(ranks=graph.ranks)
+        self.run = graph.running()
         self.tangents: list[Any] = []
 
     def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
 from megafx.errors import UsageError
-from megafx.ops.eager_call import matching
+from megafx.ops.eager_call import in_eager_code, matching
 from megafx.runtime.guards import Hooked, data_parallel_error, guard_modules, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
@@ -249,7 +249,7 @@ def _install(runtime: Runtime) -> None:
     model, data = runtime.model, runtime.meshes.data
     eager = matching(model, runtime.config.eager_modules)
     if runtime.mesh is not None:
-        guard_modules(model, lambda: runtime.capturing, runtime.call_part, eager)
+        guard_modules(model, lambda: runtime.capturing or in_eager_code(), runtime.call_part, eager)
     runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
     model.__class__ = parallel_class(runtime.original)

@@ -23,9 +23,9 @@ from torch._C import _autograd as autograd
 from torch.autograd import forward_ad
 
 from megafx.analysis.communication import Communication
-from megafx.capture.export import capture_call
 from megafx.capture.huggingface import adapted, synthesize_inputs
 from megafx.capture.prepare import alone, configs_of, released
+from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.board import FORWARD, STATE, Entry, calls_differ, make_board
@@ -111,6 +111,7 @@ class Runtime:
         self.original: type[nn.Module] = type(model)
         self.state = ModelState(model, config, meshes)
         self.settled = Settled()
+        self.uncaptured = Uncaptured(model, config)
         self.captures = 0
         self.capturing = False
         self.notes: list[Note] = []
@@ -587,8 +588,7 @@ class Runtime:
             for module in modes:
                 module.training = training or module.training
             with torch.set_grad_enabled(training or grad):
-                return capture_call(
-                    model,
+                return self.uncaptured.capture(
                     call.args,
                     call.kwargs,
                     loss_fn=self.loss_fn if call.loss_inputs else None,
@@ -597,7 +597,6 @@ class Runtime:
                     forward=self.original.forward,
                     stand_ins=whole,
                     varying=frozenset(names[i] for i in varying),
-                    eager=self.config.eager_modules,
                     part=call.part,
                     data_ranks=self._data_ranks(),
                     fixed=fixed,

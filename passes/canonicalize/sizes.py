@@ -38,17 +38,19 @@ from torch.utils._sympy.printers import PythonPrinter
 
 import megafx.kernels.lengths
 import megafx.kernels.nonzero  # noqa: F401  registers the ops
-from megafx.errors import CaptureError, or_leave_eager
+from megafx.errors import CaptureError, in_part, or_leave_eager
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
 from megafx.ir.nodes import MASKS, argument, aten_ops
-from megafx.ir.program import VAL, Builder, Output, fqn_of, recompute_val, source_of
+from megafx.ir.program import VAL, Builder, Output, fqn_of, located, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
+from megafx.ops.eager_call import name_sizes
 from megafx.passes.canonicalize.editor import BY, Editor, arguments, replace, respell
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default
 length, repeats = torch.ops.megafx.length.default, torch.ops.megafx.repeats.default
 check = torch.ops.megafx.check_sizes.default
+eager_call = torch.ops.megafx.eager_call.default
 _RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<", sympy.Ge: ">=", sympy.Gt: ">"}
 _PRINTER = PythonPrinter()
 _UNKNOWN = 128  # what is priced for a number of which nothing is known
@@ -73,7 +75,7 @@ def name_sizes_of_data(editor: Editor) -> int:
     for node in nodes:
         if node.target is aten.slice.Tensor:
             _follow_slice(env, node, makers.get(node, []))
-    env.rely({s for n, made in makers.items() if n.target not in (*_NUMBERS, *_REPEATS) for s in made})
+    env.rely({s for n, made in makers.items() if n.target not in (*_NUMBERS, *_REPEATS, eager_call) for s in made})
     count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n in makers or n.target in _WRITES)
     if count:
         env.name({s: str(selecting.same.get(s, s)) for made in makers.values() for s in made})
@@ -144,12 +146,14 @@ def _try_with_hints(editor: Editor, env: DataShapeEnv, node: fx.Node) -> None:
             return
     except Exception:  # torch's own text is about symbols
         pass
-    fix = "use sizes of inputs here, or compute with masks (torch.where) on the whole tensor"
-    raise CaptureError(
-        f"{node.target} of sizes that are read from tensors cannot be followed: how its result is laid out depends on them",
-        fix=or_leave_eager(fix, fqn_of(node)),
-        module=fqn_of(node),
-        source=source_of(node),
+    raise in_part(
+        CaptureError(
+            f"{node.target} of sizes that are read from tensors cannot be followed: how its result is laid out depends on them",
+            fix=or_leave_eager(
+                "use sizes of inputs here, or compute with masks (torch.where) on the whole tensor", fqn_of(node)
+            ),
+            **located(node),
+        )
     )
 
 
@@ -198,6 +202,8 @@ class _Selecting:
             for symbol in self.makers.get(node, ()):
                 self.editor.at(node)(length, node.args[0], str(symbol))
             return node in self.makers
+        if node.target is eager_call:
+            return node in self.makers and self._name_results(node)
         if node.target in _REPEATS:
             return node in self.makers and self._repeat(node, str(self.makers[node][0]))
         if node.target in _WHOLES:
@@ -235,6 +241,15 @@ class _Selecting:
         if counts.meta[VAL].dim() == 0 or counts.meta[VAL].shape[0] == 1:
             counts = emit(aten.expand.default, counts, [self.editor.arg(x.meta[VAL].shape[dim])])
         return respell(node, aten.index_select.default, (x, dim, emit(repeats, counts, name)))
+
+    def _name_results(self, node: fx.Node) -> bool:
+        """The sizes of the results of an eager module that its code decides."""
+        of_symbol = lambda s: str(self.same.get(s, s))  # noqa: E731
+        key: Any = node.args[4]
+        name_sizes(key, [[getattr(n, "node", n) for n in x.shape] for x in node.meta[VAL][2:]], of_symbol)
+        for symbol in self.makers[node]:
+            self.env.row_count(of_symbol(symbol))
+        return True
 
     def _name(self, size: Any) -> str:
         """The name of a size that data decides; '' for other sizes."""
@@ -303,15 +318,16 @@ def _price(editor: Editor, env: DataShapeEnv) -> None:
         s: (total, len(each)) for each, total in map(_parts, env.relied_on) for s in each if not env.of_data(total)
     }
     masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
+    names = {count.node._expr: name for name, count in env.row_counts.items()}
     choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]  # a mask is a node
-    for symbol, (node, _) in sources.items():
+    for symbol in sources:
         if symbol in choices:
             among = math.prod(sizes.shape(choices[symbol].meta[VAL]))
             shares = list(choices.values()).count(choices[symbol])
         else:
             total, shares = parts.get(env.traced[symbol], (sympy.Integer(_UNKNOWN), 1))
             among = sizes.of_expr(total)
-        sizes.row_counts[symbol] = RowCount(str(node.args[1]), among, shares)
+        sizes.row_counts[symbol] = RowCount(names[symbol], among, shares)
 
 
 def _parts(relation: sympy.Basic) -> tuple[list[sympy.Symbol], sympy.Expr]:
@@ -380,16 +396,18 @@ def refuse_numbers_from_data(editor: Editor) -> None:
     """
     for node in editor.graph.nodes:
         if node.op == "call_function" and (node.target in _WHOLES or node.target is aten.masked_select.default):
-            raise CaptureError(
-                f"{node.target} selects by data, and what follows needs a fixed number of rows",
-                fix=or_leave_eager("compute with masks (torch.where) instead of selecting by data", fqn_of(node)),
-                module=fqn_of(node),
-                source=source_of(node),
+            raise in_part(
+                CaptureError(
+                    f"{node.target} selects by data, and what follows needs a fixed number of rows",
+                    fix=or_leave_eager("compute with masks (torch.where) instead of selecting by data", fqn_of(node)),
+                    **located(node),
+                )
             )
         if node.op == "call_function" and node.target in _NUMBERS:
-            raise CaptureError(
-                "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
-                fix=or_leave_eager("keep it a tensor, or pass the number as an argument of the call", fqn_of(node)),
-                module=fqn_of(node),
-                source=source_of(node),
+            raise in_part(
+                CaptureError(
+                    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+                    fix=or_leave_eager("keep it a tensor, or pass the number as an argument of the call", fqn_of(node)),
+                    **located(node),
+                )
             )

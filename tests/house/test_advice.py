@@ -12,7 +12,9 @@ from advice import rows, rows_of
 TESTS = Path(__file__).resolve().parents[1]
 
 
-ELSEWHERE: dict[str, str] = {}  # row -> the test file that follows its advice
+ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
+}
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [
         "<asked>, but the world has <world> ranks",
@@ -152,7 +154,12 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "a hook returned <result> where there was <traced",
         "a loss depends on what a hook recorded in a part",
         "a loss of what hooks recorded in an earlier call",
+        "a module that is left eager draws random numbers",
         "a module that is left eager returned <result>, i",
+        "call <step>: what '<fqn>' returns, a module that",
+        "forward reads '<path>', which a module that is l",
+        "forward reads a tensor that a module that is lef",
+        "forward sets '<name>' of a module that is left e",
         "a module that is left eager writes into one of i",
         "a plan alone has no graphs whose memory could be",
         "a shard of a cache cannot be pickled",

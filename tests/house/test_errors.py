@@ -53,7 +53,7 @@ def plan(name: str, t: int, *, model: dict[str, Any] | None = None, **options: A
 @pytest.mark.parametrize("when", ["plan", "parallelize", "the first call"])
 def test_capture_failure_names_the_users_line(when: str) -> None:
     model = nn.Sequential(nn.Identity(), Branch())
-    one = megafx.Config(tensor_model_parallel_size=1)
+    one = megafx.Config(tensor_model_parallel_size=1, uncaptured="error")
     calls = {
         "plan": lambda: megafx.plan(model, one, example_inputs=(X,)),
         "parallelize": lambda: megafx.parallelize(model, one, example_inputs=(X,)),

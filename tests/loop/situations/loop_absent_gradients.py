@@ -10,8 +10,8 @@ import torch
 from loop import Loop, situation
 from torch import Tensor, nn
 
-UNUSED = "https://github.com/pytorch/pytorch/issues/22049"  # parameters that a forward does not use, and DDP
-DECAYED = "https://discuss.pytorch.org/t/weight-decay-in-optimizer-for-not-used-parameters/66393"
+UNUSED = "https://github.com/pytorch/pytorch/issues/40566"  # ranks whose forward does not use parameters
+DECAYED = "https://github.com/pytorch/pytorch/issues/150610"  # weight decay, and parameters without a gradient
 FORMS = ("ddp", "zero1", "fsdp")
 
 

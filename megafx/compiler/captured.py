@@ -1,0 +1,146 @@
+"""Capture of a call, with the parts that cannot be traced left eager (`Config(uncaptured="eager")`).
+
+Where code decides by the data of a tensor, the smallest submodule whose call holds that line becomes an eager module
+(ops/eager_call.py), as if `Config(eager_modules=...)` named it, with those of other layers that run the same code, and the
+call is captured again. The choice follows from the
+error alone, so that all ranks make the same. A line in the model's own forward stays an error, as does what eager code
+could not do either: random numbers of Python or numpy, the clock, files (capture/reads.py).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megafx.capture.export import capture_call
+from megafx.config import Config
+from megafx.errors import CaptureError, MegafxError
+from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ir.nodes import aten_ops
+from megafx.ir.program import VAL, Note, Program
+from megafx.ops.eager_call import matching
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
+from megafx.report.drawn import bytes_text
+
+LARGE = 0.1  # a share of the parameters that is told as a warning
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the path of a module
+_NUMBERS = aten_ops("item _local_scalar_dense")
+
+
+class Uncaptured:
+    """The parts of one model that could not be captured so far. reasons: FQN -> the error of each."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self.model, self.config = model, config
+        self.reasons: dict[str, CaptureError] = {}
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """Globs of all modules that are left eager."""
+        return (*self.config.eager_modules, *self.reasons)
+
+    def capture(self, *args: Any, **options: Any) -> Program:
+        """As `capture_call`, of this model. Where a part that is left eager fails, too, the error is the one before, with a
+        note."""
+        before, part = dict(self.reasons), str(options.get("part", ""))
+        while True:
+            try:
+                program = capture_call(self.model, *args, eager=self.eager, **options)
+                _refuse_what_canonicalize_does(program)
+                break
+            except MegafxError as error:
+                if isinstance(error, CaptureError) and self._leaves(error, part):
+                    continue
+                left, self.reasons = self.reasons, before
+                inside = [n for n in left if n not in before and f"{error.module or ''}.".startswith(f"{n}.")]
+                if not inside:
+                    raise
+                reason = left[inside[0]]
+                reason.add_note(f"Left eager it fails, too: {error}")
+                raise reason from None
+        self._warn([name for name in self.reasons if name not in before])
+        for name, found in self.reasons.items():
+            self._note(program, name, found)
+        return program
+
+    def _leaves(self, error: CaptureError, part: str) -> bool:
+        """Whether one more module is left eager for this error. part: the submodule that is captured instead of the model."""
+        name = error.part
+        if self.config.uncaptured != "eager" or not name or name == part or name in self.reasons:
+            return False
+        if name in matching(self.model, self.config.eager_modules) or f"{part}.".startswith(f"{name}."):
+            return False
+        error.__traceback__ = error.__context__ = None  # it holds all that was traced
+        numbered, kind = _NUMBER.sub(".*", name), type(self.model.get_submodule(name))
+        for other, module in self.model.named_modules():  # the same line of other layers
+            if type(module) is kind and _NUMBER.sub(".*", other) == numbered:
+                self.reasons.setdefault(other, error)
+        return True
+
+    def _share(self, names: Iterable[str]) -> float:
+        """Of the model's parameters."""
+        numel = lambda modules: sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())  # noqa: E731
+        return numel(map(self.model.get_submodule, names)) / max(numel([self.model]), 1)
+
+    def _warn(self, names: Sequence[str]) -> None:
+        if (share := self._share(names)) >= LARGE:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(
+                f"megafx cannot capture '{names[0]}'{more}, with {share:.1%} of the model's parameters: this code is left "
+                f"eager, each rank stores these whole and computes all of it. {self.reasons[names[0]]}",
+                stacklevel=2,
+            )
+
+    def _note(self, program: Program, name: str, error: CaptureError) -> None:
+        calls = [n for n in program.graph.nodes if n.target is torch.ops.megafx.eager_call.default]
+        calls = [n for n in calls if str(n.args[4]).rpartition("@")[0] == name]
+        if not calls:
+            return
+        parameters = {node for node, spec in program.input_nodes() if spec.kind == "param"}
+        tensors = [x.meta[VAL] for n in calls for x in n.args[0] if x not in parameters]
+        given = sum(_numel(program, x) * x.element_size() for x in tensors)
+        text = (
+            f"not captured: {error.found}; its code runs in each call, on {bytes_text(given)} that are gathered where ranks "
+            f"hold shards of it; every rank computes all of it, and stores all of its parameters ({self._share([name]):.1%} of "
+            "the model's)"
+        )
+        program.notes.append(Note("eager", text, name, error.source))
+
+
+def _numel(program: Program, x: torch.Tensor) -> int:
+    """At the sizes of the call; sizes that data decides count as their hints."""
+    count: Any = 1
+    for size in x.shape:
+        if isinstance(size, torch.SymInt):
+            expr = sympy.sympify(size.node.expr).subs(program.sizes.of_call)
+            size = int(expr) if expr.is_Integer else 128
+        count *= size
+    return int(count)
+
+
+def _refuse_what_canonicalize_does(program: Program) -> None:
+    """Raise its CaptureError now, where the graph has values that data decides."""
+    env = program.fake_mode.shape_env
+
+    def by_data(x: Any) -> bool:
+        return isinstance(env, DataShapeEnv) and any(
+            isinstance(n, torch.SymInt) and env.of_data(n.node.expr)
+            for n in (x.shape if isinstance(x, torch.Tensor) else (x,))
+        )
+
+    for node in program.graph.nodes:
+        if node.target in _NUMBERS or any(map(by_data, pytree.tree_leaves(node.meta.get(VAL)))):
+            canonicalize_program(program.copy())
+            return
+
+
+def capture(model: nn.Module, config: Config, *args: Any, **options: Any) -> Program:
+    """`Uncaptured.capture` of a model that is captured once."""
+    return Uncaptured(model, config).capture(*args, **options)
