@@ -6,6 +6,7 @@ torch.
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,16 @@ def _check_tree() -> None:
 _check_tree()
 
 
+def _imported(module: str) -> Any:
+    """The module. That of the public calls takes seconds to import, which is shown."""
+    if module != "megafx.api" or module in sys.modules:
+        return importlib.import_module(module)
+    from megafx.progress import stage
+
+    with stage("import megafx"):
+        return importlib.import_module(module)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
@@ -116,7 +127,7 @@ def __getattr__(name: str) -> Any:
         return version("megafx")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'megafx' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"megafx.{_MODULE_OF[name]}"), _OWN_NAME.get(name, name))
+    value = getattr(_imported(f"megafx.{_MODULE_OF[name]}"), _OWN_NAME.get(name, name))
     globals()[name] = value
     return value
 

@@ -1,26 +1,33 @@
 """What runs, and what has taken the time: on stderr of rank 0, of calls of megafx that take longer than two seconds.
 
-On a terminal that is a line which changes; elsewhere a line a stage that takes long, again when its time has doubled. One line
-at the end says what took the time. Where logging has handlers, lines go to them, from the logger "megafx" at level INFO;
-`logging.getLogger("megafx").setLevel(logging.WARNING)` switches progress off. MEGAFX_DEBUG shows passes in its own way.
+On a terminal that is a line which changes. Elsewhere it is a line for each stage that takes long, repeated every four seconds
+in the first minute of a call, and then less and less often. One line at the end says what took the time. Where logging has
+handlers, lines go to them, from the logger "megafx" at level INFO; `logging.getLogger("megafx").setLevel(logging.WARNING)`
+switches progress off. MEGAFX_DEBUG shows passes in its own way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from time import perf_counter  # the very function: while a model is traced, time.perf_counter refuses its code
+from time import (
+    perf_counter,
+    process_time,
+)  # the very functions: while a model is traced, time.perf_counter refuses its code
 from typing import Any
 
 from megafx.debugging import current, is_reporting_rank
 
 SHORT = 2.0  # seconds: a call that takes no longer shows nothing
 PATIENCE = 4.0  # seconds without a line; with the half of a second between two looks less than five
+MINUTE = 60.0  # seconds of a call in which no two lines are further apart than that
+LAUNCH = 2.5  # seconds that torchrun has taken before a process starts (its imports; torch 2.13, 2026-11-25)
 
 logger = logging.getLogger("megafx")
 if logger.level == logging.NOTSET:
@@ -29,6 +36,7 @@ if logger.level == logging.NOTSET:
 Progress = Callable[[str, float | None], None]  # name of a stage, and its seconds once it is over (before: None)
 _progress: ContextVar[Progress | None] = ContextVar("megafx_progress", default=None)
 _display = threading.Lock()  # held by the thread whose stages are shown
+_silent: list[float] = []  # one entry once a display was made: nothing was shown by megafx before the first one
 
 
 @contextlib.contextmanager
@@ -82,6 +90,10 @@ class _Display:
 
     def __init__(self, name: str) -> None:
         self.name, self.begin, self.stream = name, perf_counter(), sys.stderr
+        self.waited = 0.0  # seconds of silence before: those of imports, and of a launcher
+        if not _silent:
+            self.waited = min(process_time() + LAUNCH * ("LOCAL_RANK" in os.environ), PATIENCE)
+            _silent.append(self.waited)
         self.inside: list[tuple[str, float]] = []
         self.own: Any = Counter()  # of seconds, which its type does not know
         self.over = threading.Event()
@@ -133,13 +145,14 @@ class _Display:
                 with self.live:
                     self.over.wait()
             return
-        last, shown, wait = self.begin, "", PATIENCE
+        last, shown, wait = self.begin - self.waited, "", PATIENCE
         while not self.over.wait(0.5):
             now, text = perf_counter(), self._now().rpartition(",")[0]
             wait = wait if text == shown else PATIENCE
             if now - last >= wait:
                 self._line(self._now())
-                last, shown, wait = now, text, 2 * wait
+                last, shown = now, text
+                wait = 2 * wait if now - self.begin > MINUTE else wait
 
     def _line(self, text: str) -> None:
         if logger.hasHandlers():

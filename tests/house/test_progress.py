@@ -50,11 +50,11 @@ def test_what_runs_and_what_took_the_time(shown):
     @stage("parallelize")
     def parallelize():
         with stage("capture"), stage("fuse"):
-            time.sleep(0.8)
+            time.sleep(1.7)
 
     parallelize()
     text = out.getvalue()
-    assert "megafx: parallelize: capture: fuse, " in text
+    assert text.count("megafx: parallelize: capture: fuse, ") >= (1 if out.isatty() else 3), "it is not silent for long"
     last = text.splitlines()[-1]
     assert re.search(r"megafx: parallelize took (\d+\.\d) s \(fuse \d+\.\d s", last), text
 
@@ -123,5 +123,6 @@ def test_a_first_call_on_a_pipe():
         [sys.executable, "-c", MODEL], capture_output=True, text=True, timeout=200, env={**os.environ, "RANK": "0"}
     )
     assert done.returncode == 0, done.stderr
+    assert "megafx: import megafx, " in done.stderr
     assert "megafx: compile a call: capture, " in done.stderr and "not seen" not in done.stderr, done.stderr
     assert "megafx: compile a call took " in done.stderr
