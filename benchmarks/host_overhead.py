@@ -3,6 +3,7 @@
     python benchmarks/host_overhead.py [--params 291]
     python benchmarks/host_overhead.py --kernels        # host time of a call of each fused op; needs a CUDA device
     python benchmarks/host_overhead.py --calls          # host time of telling other ranks of a call, twice a step
+    python benchmarks/host_overhead.py --guards         # host time of checking what forward reads, once a call
 
 A step is forward, backward and gradients in place, of graphs that compute nothing, so that what is left is the runtime: keys,
 inputs, autograd edges, wrapping of gradients. Budget: 10 us a parameter at 291 parameters (Llama-8B has 291).
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from megafx.capture.export import capture_call
 from megafx.compiler.executable import Kept
 from megafx.config import Config
 from megafx.distributed.agreement import sample
@@ -215,10 +217,13 @@ def main() -> dict[str, Any]:
     parser.add_argument("--params", type=int, default=291)
     parser.add_argument("--kernels", action="store_true", help="host time of a call of each fused op, instead")
     parser.add_argument("--calls", action="store_true", help="host time of telling other ranks of a call, instead")
+    parser.add_argument("--guards", action="store_true", help="host time of checking what forward reads, instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.calls:
         return measure_calls()
+    if options.guards:
+        return measure_guards()
     return measure_kernels() if options.kernels else measure_parameters(options.params)
 
 
@@ -253,6 +258,34 @@ def measure_calls() -> dict[str, float]:
             )
     for name, value in result.items():
         print(f"{name:48s} {value:6.2f} us")
+    return result
+
+
+class Reader(nn.Module):
+    """A module that reads a flag, a number and a function of its own, as layers of Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale, self.on, self.act = nn.Parameter(torch.ones(4)), 0.5, True, torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(x * self.weight) * self.scale if self.on else x
+
+
+def measure_guards(modules: int = 500) -> dict[str, float]:
+    """Microseconds in which a call finds that nothing has changed of what forward read at capture (ir/python_state.py)."""
+    model = nn.Sequential(*[Reader() for _ in range(modules)])
+    spec = capture_call(model, (torch.ones(2, 4),)).call
+    assert spec is not None and spec.state.holds()
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in range(20):
+            spec.state.holds()
+        times.append((time.perf_counter() - start) / 20 * 1e6)
+    result = {f"{len(spec.state.guards)} guards of {modules} modules": min(times)}
+    for name, value in result.items():
+        print(f"{name:48s} {value:6.2f} us a call")
     return result
 
 

@@ -262,3 +262,14 @@ def test_masks_share_a_graph_and_tuples_come_back(pair: tuple[Any, Any]) -> None
     assert type(found) is tuple and [type(x) for x in found][2:] == [type(x) for x in wanted][2:] == [tuple]
     for a, b in zip(found[2], wanted[2], strict=True):
         torch.testing.assert_close(a + 0, b.detach())
+
+
+@SLOW
+def test_prefix_tuning() -> None:
+    """peft fills a cache with its prompt, and gives it to the model: only the prompt has a gradient."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    ids = torch.randint(20, (2, 7))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    verdict = megafx.verify(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=batch)
+    assert verdict and [*verdict.gradients] == ["prompt_encoder.default.embedding.weight"], verdict
