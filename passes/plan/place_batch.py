@@ -283,10 +283,10 @@ _SPELLED_OUT = (
 
 
 def _root(build: Builder, square: fx.Node) -> fx.Node:
-    """sqrt, whose gradient is 0 at 0, as that of a norm or a deviation is."""
-    positive = build(aten.gt.Scalar, square, 0)
-    root = build(aten.sqrt.default, build(aten.where.ScalarOther, positive, square, 1))
-    return build(aten.where.ScalarOther, positive, root, 0)
+    """sqrt, whose gradient is 0 at 0, as that of a norm or a deviation is. (NaN stays NaN.)"""
+    nonzero = build(aten.ne.Scalar, square, 0)
+    root = build(aten.sqrt.default, build(aten.where.ScalarOther, nonzero, square, 1))
+    return build(aten.where.ScalarOther, nonzero, root, 0)
 
 
 def _norm(build: Builder, node: fx.Node) -> fx.Node:
