@@ -19,13 +19,13 @@ from megafx.debugging import current
 MAGIC = b"megafx 1"
 LARGEST = 2**30  # bytes of all entries together
 TRIED = 8  # entries of one situation that are looked at, and kept
-OFF = "off"  # MEGAFX_CACHE
+OFF = ("off", "0", "no", "false")  # MEGAFX_CACHE
 
 
 def folder() -> Path | None:
     """Where entries are: MEGAFX_CACHE, else megafx in the user's folder of caches. None where it is off or cannot be made."""
     flags = current()
-    if flags.dump or flags.check or flags.stop_after or flags.level >= 2 or flags.cache == OFF:
+    if flags.dump or flags.check or flags.stop_after or flags.level >= 2 or (flags.cache or "").lower() in OFF:
         return None  # somebody wants to see passes
     named = flags.cache
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

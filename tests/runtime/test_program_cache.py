@@ -371,3 +371,10 @@ def test_named_tuples_that_forward_returns(project):
     assert did == "read"
     assert type(second) is project.module.Result
     assert torch.equal(first.loss, second.loss) and torch.equal(first.out, second.out)
+
+
+@pytest.mark.parametrize("value", ["off", "0", "False"])
+def test_the_variable_switches_it_off(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("MEGAFX_CACHE", value)
+    monkeypatch.chdir(tmp_path)
+    assert cache_files.folder() is None and not [*tmp_path.iterdir()]
