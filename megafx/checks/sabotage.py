@@ -75,7 +75,7 @@ def without(emit: Emit, start: fx.Node, t: int) -> fx.Node:
             return emit(mfx.rank_select.default, parts, start.args[-1])
         case collective if collective == ALL_TO_ALL:
             return emit(aten.clone.default, x)
-    raise PlacementError(f"megafx cannot yet sabotage {start.target}", fix="leave it out")
+    raise PlacementError(f"no sabotage is known for {start.target}", fix="leave it out")
 
 
 def with_another(emit: Emit, start: fx.Node, t: int) -> fx.Node:
@@ -96,4 +96,4 @@ def with_another(emit: Emit, start: fx.Node, t: int) -> fx.Node:
             return emit(aten.select.int, parts, 0, 0)
         case collective if collective == ALL_TO_ALL:
             return arrived(c10d.all_reduce.default, x, "sum")
-    raise PlacementError(f"megafx cannot yet sabotage {start.target}", fix="leave it out")
+    raise PlacementError(f"no sabotage is known for {start.target}", fix="leave it out")

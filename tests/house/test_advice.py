@@ -81,7 +81,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<target> gives a local shape <shape> where its p",
         "no transition from <src> to <dst>",
         "the call is not right as it is",
-        "megafx cannot yet sabotage <target>",
+        "no sabotage is known for <target>",
         "a graph for mesh axis '<axis>' runs outside of t",
         "transition to <dst>: where its operand is placed",
     ],
