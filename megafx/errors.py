@@ -46,8 +46,12 @@ class ConfigError(MegafxError, ValueError):
 
 
 class CaptureError(MegafxError):
-    """The model (or this call of it) cannot be captured as one graph."""
+    """The model (or this call of it) cannot be captured as one graph.
 
+    raised: the exception that the model's own code raised while it was traced, if that is what it was.
+    """
+
+    raised: Exception | None = None
     what_to_do = "Change the line that is named, or leave its module out of the graph: `Config(eager_modules=[...])`."
     part = ""  # FQN of the smallest submodule whose call holds the line, where it can be left eager
 

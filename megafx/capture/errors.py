@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
+import os
 import traceback
+import types
 from typing import Any
 
+import torch
 from torch import nn
 
 from megafx.capture.uncaptured import called_part
@@ -50,7 +54,42 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
     made.part = called_part(error, model) if by_data else ""
+    made.raised = error if _is_of_the_model(error) else None
     return made
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Whether code of the model (or of torch.nn) raises this: by `raise` or `assert`, or since a key is not there, or a value
+    does not fit."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames or type(error).__module__.partition(".")[0] in ("torch", "sympy", "megafx"):
+        return False
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    assert tb is not None
+    code, file = tb.tb_frame.f_code, tb.tb_frame.f_code.co_filename
+    if not is_user_file(file) and not file.startswith(_OF_NN):
+        return False
+    raises = any(i.offset == tb.tb_lasti and i.opname == "RAISE_VARARGS" for i in dis.get_instructions(code))
+    return raises or isinstance(error, (LookupError, ValueError, ZeroDivisionError))
+
+
+def in_users_code(error: Exception) -> Exception:
+    """The exception with a traceback that shows the frames of the model alone."""
+    frames, tb = [], error.__traceback__
+    while tb is not None:
+        if is_user_file(tb.tb_frame.f_code.co_filename):
+            frames.append((tb.tb_frame, tb.tb_lasti, tb.tb_lineno))
+        tb = tb.tb_next
+    made: types.TracebackType | None = None
+    for frame, last, line in reversed(frames):
+        made = types.TracebackType(made, frame, last, line)
+    error.__suppress_context__ = True
+    return error.with_traceback(made)
+
+
+_OF_NN = (os.path.dirname(torch.nn.__file__) + os.sep, torch._ops.__file__)  # ops, too: what their C++ raises
 
 
 def unsupported_leaf(name: str, value: Any) -> CaptureError:

@@ -23,6 +23,7 @@ from torch._C import _autograd as autograd
 from torch.autograd import forward_ad
 
 from megafx.analysis.communication import Communication
+from megafx.capture.errors import in_users_code
 from megafx.capture.huggingface import adapted, synthesize_inputs
 from megafx.capture.prepare import alone, configs_of, released
 from megafx.compiler.captured import Uncaptured
@@ -268,11 +269,30 @@ class Runtime:
         call = self._call_of(args, kwargs, part)
         if forward_ad._current_level >= 0:
             refuse_tangents([*call.tensors(), *self.model.named_parameters()])
-        graph = self._graph(call).serving(call)
+        try:
+            graph = self._graph(call).serving(call)
+        except CaptureError as error:
+            raised = self._raised_by_the_model(call, error)
+            if raised is None:
+                raise
+            raise in_users_code(raised) from None
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
         return graph.run(call)
+
+    def _raised_by_the_model(self, call: Call, error: CaptureError) -> Exception | None:
+        """What the model's code raises for this call, where that is why it cannot be captured. It is traced once more, with the
+        sizes and numbers of the call: they may stand in the message."""
+        if error.raised is None:
+            return None
+        grad = torch.is_grad_enabled()
+        try:
+            with self._capturing(grad):
+                self._capture_alone(call, frozenset(), {}, False, self._planner(call, grad).training, (), dynamic=False)
+        except CaptureError as again:
+            return again.raised
+        return None
 
     def _compare(self, call: Call, graph: BoundGraph | None) -> None:
         """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""
@@ -576,6 +596,7 @@ class Runtime:
         training: bool,
         grad: bool,
         fixed: Collection[str],
+        dynamic: bool = True,
     ) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
@@ -601,6 +622,7 @@ class Runtime:
                     data_ranks=self._data_ranks(),
                     fixed=fixed,
                     state=state,
+                    dynamic=dynamic,
                 )
         finally:
             for module, mode in modes.items():
