@@ -244,3 +244,32 @@ def _nll_backward(call: OpCall) -> RuleText | None:
         return None
     grad = "t" if call.get("grad_output").shape else ""
     return RuleText(f"lin[0]: {grad}, t v!, ~t, ~v!, ~ -> t v!", {"v": "the class is indexed"})
+
+
+# -- transforms and distances
+
+_TO_REAL = "fft_irfft fft_hfft fft_irfft2 fft_irfftn fft_fftshift fft_ifftshift"
+_TO_COMPLEX = (
+    "fft_fft fft_ifft fft_rfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_fftn fft_ifftn fft_rfftn "
+    "_fft_r2c _fft_c2c _fft_c2r"
+)
+
+
+@family(*(f"aten.{op}" for op in f"{_TO_REAL} {_TO_COMPLEX}".split()))
+def _transform(call: OpCall) -> RuleText:
+    """Transformed dims are whole, and may come out with another length. All are linear; sums of complex values are not sent."""
+    shape, given = call.first.shape, call.get("dim")
+    if given is None:
+        count = len(call.get("s") or shape)
+        given = tuple(range(len(shape) - count, len(shape)))
+    over = {d % len(shape) for d in ((given,) if isinstance(given, int) else given)}
+    out = " ".join(f"g{i}!" if i in over else f"f{i}" for i in range(len(shape)))
+    why = {f"{c}{i}": "the transform runs along the dim" for i in over for c in "fg"}
+    kind = "lin" if call.op.removeprefix("aten.").removesuffix(".default") in _TO_REAL.split() else "nl"
+    return RuleText(f"{kind}: {dims(shape, tuple(over))} -> {out}", why)
+
+
+@family("aten.cdist", "aten._cdist_forward", "aten._euclidean_dist")
+def _distances(call: OpCall) -> RuleText:
+    """[..., m, k], [..., n, k] -> [..., m, n]."""
+    return RuleText("nl: ... m k!, ... n k! -> ... m n", {"k": "a distance is of whole rows"})

@@ -57,6 +57,8 @@ VALUES: tuple[Step, ...] = (
     random.uniform_from_bits,
     random.normal_from_bits,
     random.bernoulli_from_bits,
+    random.exponential_from_bits,
+    inplace.gradients_by_frequency,
     random.dropout_of_other_kinds,
     loss.cross_entropy_to_tokens,
     loss.nll_of_log_softmax,

@@ -24,7 +24,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, aten_ops, op_name, writes
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, inherit, located
-from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, replace, respell
 
 aten = torch.ops.aten
 
@@ -37,6 +37,7 @@ _RESHAPES = aten_ops("unsqueeze_ squeeze_ squeeze_.dim squeeze_.dims transpose_ 
 _IRREGULAR: dict[Any, Callable[..., Any]] = {
     aten.transpose_.default: aten.transpose.int,
     aten.bernoulli_.float: aten.bernoulli.p,
+    aten.exponential_.default: aten.exponential.default,
     aten.normal_.default: aten.normal_functional.default,
 }
 _SCATTERS = {
@@ -348,3 +349,25 @@ def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
         kept = emit(aten.mul.Tensor, running, 1.0 - momentum)
         emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, now, momentum)))
     return respell(node, aten.batch_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn))
+
+
+@on("embedding")
+def gradients_by_frequency(editor: Editor, node: fx.Node) -> bool:
+    """scale_grad_by_freq -> a division of the gradient by how often the row is looked up in the whole batch.
+
+    Before:  %y = embedding(%w, %ids, -1, True)
+    After:   %e = embedding(%w, %ids); %n = embedding(embedding_dense_backward(ones, %ids), %ids)
+             %y = %e.detach() + (%e - %e.detach()) / %n
+    """
+    if not argument(node, "scale_grad_by_freq"):
+        return False
+    emit = editor.at(node)
+    weight, ids, padding = arguments(node, "weight", "indices", "padding_idx")
+    rows = emit(aten.embedding.default, weight, ids, padding)
+    value = weight.meta[VAL]
+    once = emit(aten.ones.default, [*editor.shape(ids.meta[VAL]), 1], dtype=value.dtype, device=value.device)
+    counts = emit(aten.embedding_dense_backward.default, once, ids, editor.shape(value)[0], -1, False)
+    counts = emit(aten.embedding.default, counts, ids)
+    still = emit(aten.detach.default, rows)
+    moved = emit(aten.div.Tensor, emit(aten.sub.Tensor, rows, still), counts)
+    return replace(node, emit(aten.add.Tensor, still, moved))

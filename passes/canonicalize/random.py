@@ -7,9 +7,10 @@ recomputation, draws the same ones.
 
 Other random tensors are drawn with dropout's bits, to the resolution that torch draws with (24 bits; fp16 11, bf16 8).
 Before:  %u = rand([b, 1, 1])
-After:   %o = ones([24, b, 1, 1]); %d = dropout(%o, 0.5, True); %b = ne(%d, 0)
-         %u = sum(%b * [1/2, 1/4, 1/8, ...], 0)            # 24 fair bits of a binary fraction
-That is 24 draws an element: meant for small tensors such as the masks of stochastic depth.
+After:   %o = ones([b, 1, 1, 24]); %d = dropout(%o, 0.5, True); %b = ne(%d, 0)
+         %u = sum(%b * [1/2, 1/4, 1/8, ...], -1)           # 24 fair bits of a binary fraction
+That is 24 draws an element: meant for small tensors such as the masks of stochastic depth. Rows stay first, so that
+data-parallel ranks draw those of their own.
 """
 
 from __future__ import annotations
@@ -198,6 +199,15 @@ def bernoulli_from_bits(editor: Editor, node: fx.Node) -> bool:
     return replace(node, emit(aten.to.dtype, hit, node.meta[VAL].dtype))
 
 
+@on("exponential")
+def exponential_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """exponential_, of which Gumbel noise is made -> -log(1 - u) / rate, never 0, since its logarithm is taken."""
+    emit = editor.at(node)
+    value = emit(aten.neg.default, emit(aten.log1p.default, emit(aten.neg.default, _uniform(editor, node))))
+    value = emit(aten.clamp_min.default, value, 0.5 ** (_bits(node) + 1))
+    return replace(node, emit(aten.div.Scalar, value, argument(node, "lambd")))
+
+
 @on("feature_dropout alpha_dropout feature_alpha_dropout")
 def dropout_of_other_kinds(editor: Editor, node: fx.Node) -> bool:
     """feature_dropout (Dropout1d to 3d) and alpha_dropout -> arithmetic with the dropout of ones, one a channel or element.
@@ -221,17 +231,21 @@ def dropout_of_other_kinds(editor: Editor, node: fx.Node) -> bool:
     return replace(node, emit(aten.add.Tensor, scaled, moved))
 
 
+def _bits(node: fx.Node) -> int:
+    """To which torch draws."""
+    return {torch.float16: 11, torch.bfloat16: 8}.get(node.meta[VAL].dtype, 24)
+
+
 def _uniform(editor: Editor, node: fx.Node) -> fx.Node:
     """A tensor like the node's value, uniform in [0, 1)."""
     emit = editor.at(node)
-    value = node.meta[VAL]
-    bits = {torch.float16: 11, torch.bfloat16: 8}.get(value.dtype, 24)
-    shape = [bits, *editor.shape(value)]
+    value, bits = node.meta[VAL], _bits(node)
+    shape = [*editor.shape(value), bits]
     ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
     bit = emit(aten.ne.Scalar, emit(aten.dropout.default, ones, 0.5, True), 0)
     place = emit(aten.arange.start, 1, bits + 1, dtype=value.dtype, device=value.device)
-    weight = emit(aten.reshape.default, emit(aten.pow.Scalar, 0.5, place), [bits, *[1] * value.dim()])
-    return emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, bit, weight), [0])
+    weight = emit(aten.pow.Scalar, 0.5, place)
+    return emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, bit, weight), [-1])
 
 
 def _affine(editor: Editor, node: fx.Node, value: fx.Node, scale: Any, shift: Any) -> fx.Node:

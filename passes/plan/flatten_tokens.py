@@ -298,7 +298,7 @@ def _changes(node: fx.Node, last: int) -> dict[str, Any] | None:
                 return None
             found["indices"] = [None, *rest]
         if spec.name == "dim" and given is None and spec.has_default_value() and spec.default_value is not None:
-            if spec.default_value % (last + 1) != last:
+            if isinstance(spec.default_value, list) or spec.default_value % (last + 1) != last:
                 return None
         elif spec.name == "dim" and given is not None:
             dims = given if isinstance(given, (list, tuple)) else [given]

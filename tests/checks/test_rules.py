@@ -27,6 +27,9 @@ NO_CPU = {
 NO_SAMPLE = {
     "megafx.batch_sum.default",
     "aten._conj.default",
+    "aten._fft_c2c.default",
+    "aten._fft_c2r.default",
+    "aten._fft_r2c.default",
     "aten._reshape_alias.default",
     "aten.argsort.default",
     "aten.empty_like.default",

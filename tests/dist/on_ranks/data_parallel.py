@@ -613,3 +613,39 @@ def terms_of_outputs_beside_the_loss_are_averaged() -> None:
             (loss + out.sin().mean() + mean.square().sum()).backward()
             wanted = {n: p.grad for n, p in plain.named_parameters()}
             same_tensors(megafx.full_gradients(model), wanted, "gradient")
+
+
+class Noisy(nn.Module):
+    """Stochastic depth by rows, as timm has it, and a choice by Gumbel noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.router = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.down(self.up(x).tanh())
+        mask = branch.new_empty(x.shape[0], 1, 1).bernoulli_(0.7)
+        kept = (0.8 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype)).floor()
+        chosen = F.gumbel_softmax(self.router(x), tau=0.7)
+        y = (x + branch * mask * kept / 0.56)[..., None] * chosen[..., None, :]
+        return (y + torch.randn_like(x)[..., None]).square().mean()
+
+
+@check(2)
+def noise_is_that_of_one_process() -> None:
+    """Of each row and element, at any number of ranks."""
+    torch.manual_seed(0)
+    start, x = Noisy().double(), torch.randn(6, 3, 6, dtype=torch.float64)
+    for options in ({"data_parallel_size": 2}, {"data_parallel_size": 1}):
+        t = 2 // options["data_parallel_size"]
+        one, model = Alone(copy.deepcopy(start)), parallel(copy.deepcopy(start), tensor_model_parallel_size=t, **options)
+        torch.manual_seed(3)
+        loss = model(x.chunk(2)[dist.get_rank()] if t == 1 else x)
+        loss.backward()
+        found = megafx.full_gradients(model)
+        if dist.get_rank() == 0:
+            torch.manual_seed(3)
+            wanted = one.model(x)
+            wanted.backward()
+            near(loss.detach(), wanted.detach(), "loss")
+            same_tensors(found, {n: p.grad for n, p in one.model.named_parameters()}, "gradient")

@@ -28,11 +28,11 @@ class Mlp(nn.Module):
         return (x + self.down(torch.relu(self.up(x)))).square().mean()
 
 
-def train(loop: Loop, model: nn.Module) -> None:
+def train(loop: Loop, model: nn.Module, rows: int = 4) -> None:
     model = loop.model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        loss = model(torch.randint(9, (3, 4)))
+        loss = model(loop.rows(torch.randint(9, (rows, 4))))
         loss.backward()
         loop.see(loss=loss)
         loop.see_gradients(model)
@@ -41,7 +41,7 @@ def train(loop: Loop, model: nn.Module) -> None:
     loop.see_state(model)
 
 
-@situation(SPECTRAL)
+@situation(SPECTRAL, slow=("ddp",), data=("ddp",))
 def spectral_norm_in_training(loop: Loop) -> None:
     train(loop, Mlp(parametrizations.spectral_norm))
 
@@ -61,6 +61,7 @@ def batch_norm_between_linears(loop: Loop) -> None:
     train(
         loop,
         Mlp(lambda up: nn.Sequential(up, nn.ReLU(), nn.Flatten(0, 1), nn.BatchNorm1d(12), nn.Unflatten(0, (3, 4)))),
+        rows=3,
     )
 
 
@@ -87,7 +88,7 @@ class Codebook(nn.Module):
         return self.outer(z + (q - z).detach()).square().mean() + 0.25 * commitment
 
 
-@situation(CODES)
+@situation(CODES, slow=("fsdp",), data=("fsdp",))
 def a_codebook_follows_its_values(loop: Loop) -> None:
     train(loop, Codebook())
 
@@ -105,14 +106,12 @@ class Fourier(nn.Module):
         return (x + self.mlp(x)).square().mean()
 
 
-@situation("https://github.com/huggingface/transformers/issues/14466", slow=(1,))
+@situation("https://github.com/huggingface/transformers/issues/14466", slow=(1, "ddp"), data=("ddp",))
 def tokens_are_mixed_by_a_fourier_transform(loop: Loop) -> None:
     train(loop, Fourier())
 
 
-@situation(EMBEDDING)
+@situation(EMBEDDING, slow=("fsdp",), data=("ddp", "fsdp"))
 def embedding_with_padding_and_scaled_gradients(loop: Loop) -> None:
-    train(loop, Mlp(lambda up: up, padding_idx=2))
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return
-    train(loop, Mlp(lambda up: up, scale_grad_by_freq=True))
+    """Rows are counted in the batch of all ranks."""
+    train(loop, Mlp(lambda up: up, padding_idx=2, scale_grad_by_freq=True))
