@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx import Config
+from megafx.capture.export import capture_call
 
 
 class Short(nn.Module):
@@ -41,5 +42,5 @@ def test_short_sequences_are_exact(longest, batch, length, t):
 
 def test_a_trace_is_shorter_than_its_bound():
     ids = torch.randint(0, 17, (2, 5))
-    plan = megafx.plan(Short(5), Config(tensor_model_parallel_size=2), example_inputs=(ids, ids))
-    assert plan.workload["seq"] == 3
+    sizes = capture_call(Short(5), (ids, ids)).sizes
+    assert sizes.traced_of[sizes.symbols["seq"]] == 3

@@ -25,7 +25,7 @@ class Decides(nn.Module):
 @pytest.mark.parametrize("module, text", [(Draws(), "Generator"), (Decides(), "x.sum\\(\\) > 0")])
 def test_the_process_is_usable_after_a_failed_call(module: Any, text: str) -> None:
     with pytest.raises(MegafxError, match=text):
-        megafx.parallelize(nn.Sequential(nn.Linear(4, 4), module))(torch.ones(2, 4))
+        megafx.parallelize(nn.Sequential(nn.Linear(4, 4), module), megafx.Config(uncaptured="error"))(torch.ones(2, 4))
     plain = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     wanted = plain(x)
