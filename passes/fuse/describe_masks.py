@@ -190,7 +190,7 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     fill = argument(node, "fill")
     if mask.meta[VAL].dtype != torch.bool:
         filled = fill > -math.inf
-        if masked_before(program, node.args[0]):  # type: ignore[arg-type]
+        if masked_before(program, node.args[0]):  # type: ignore[arg-type]  # a node
             return False  # rows that see no key: their gradients reach what is added
         if seen.fill > mask_floor(mask.meta[VAL].dtype) or (seen.padding and not (filled and seen.exact)):
             return False  # gradients of rows that see no key, or their scores

@@ -260,7 +260,7 @@ def test_what_the_code_of_a_hook_stores() -> None:
 
         def plain(self, module: nn.Module, args: Any, output: Tensor) -> None:
             store = self.seen if output.dim() > 1 else None
-            store += [output]  # type: ignore[operator]
+            store += [output]  # type: ignore[operator]  # as users write it
             module.out = output
 
         def indirect(self, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -62,7 +62,7 @@ def the_first_call_is_wrong(loop: Loop) -> None:
 def a_later_call_is_wrong(loop: Loop) -> None:
     model = loop.model(Net())
     for size in (5, 9, 10, 6):
-        seen(loop, lambda size=size: model(torch.randint(11, (2, size))).backward())  # type: ignore[misc]
+        seen(loop, lambda size=size: model(torch.randint(11, (2, size))).backward())  # type: ignore[misc]  # a default for size
     seen(loop, lambda: model(torch.randint(11, (2, 5)), scale="two"))
     seen(loop, lambda: model(torch.randint(11, (2, 5)), scale="half"))
     seen(loop, lambda: model(torch.randint(11, (2, 5)), torch.randn(2, 5, 6)))
