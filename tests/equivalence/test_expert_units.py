@@ -261,13 +261,13 @@ class Dropped(Experts):
     [
         (
             NormedRows,
-            r"stands aten.\S*norm\S*, which does not keep the rows",
+            r"aten.\S*norm\S*, which does not keep the rows",
             "hidden / hidden.norm",
         ),
-        (ReadTwice, r"stands aten.relu.default, whose result aten.mean.default reads too", "hidden = F.relu"),
+        (ReadTwice, r"aten.relu.default, whose result aten.mean.default reads too", "hidden = F.relu"),
         (OtherIds, r"a lookup in experts.up_bias by ids that are not sorted as the rows are", "ids.flip"),
         (OtherBias, r"a lookup in experts.up_bias by other ids than those of the weights", "ids.flip"),
-        (Dropped, r"stands megafx.dropout.default, which draws by the number of a row", "F.dropout"),
+        (Dropped, r"megafx.dropout.default, which draws by the number of a row", "F.dropout"),
     ],
 )
 def test_what_cannot_be_joined_is_an_error_that_says_where_and_why(experts: type[Experts], why: str, line: str) -> None:
