@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
-from megafx.capture.uncaptured import called_part
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import MADE_UP_INPUTS
 
+_CALL = nn.Module._call_impl.__code__.co_name
 _BRANCH = (
     "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
     "use torch.where or a mask, or decide by a Python value that is known before the call",
@@ -173,3 +174,21 @@ def _where(error: BaseException, model: nn.Module) -> tuple[str | None, SourceLi
         if is_user_file(file):
             source = SourceLine(file, line, linecache.getline(file, line).strip())
     return module, source
+
+
+def called_part(error: BaseException, model: nn.Module) -> str:
+    """FQN of the deepest submodule of the model whose call is on the error's stack; '' where it is the model itself.
+
+    A method of a submodule that the code calls by name is part of the module whose forward calls it.
+    """
+    paths = {id(m): path for path, m in model.named_modules()}
+    found, seen = "", error
+    while True:
+        frames = [frame for frame, _ in traceback.walk_tb(seen.__traceback__)]
+        for frame in frames:
+            if frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name == _CALL:
+                found = paths.get(id(frame.f_locals.get("self")), found)
+        following = seen.__cause__ or seen.__context__
+        if frames or following is None:
+            return found
+        seen = following

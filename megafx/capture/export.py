@@ -473,7 +473,7 @@ class _Capture:
         """Around a trace; raises where it has read what hooks store, and these were not traced."""
         try:
             yield
-        except Exception:
+        except Exception:  # whatever it is: a value that a hook has not stored in this trace may be why
             if self.followed.learn_hooks(self.trace, outside):
                 raise _HooksStore from None
             raise

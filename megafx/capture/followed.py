@@ -92,7 +92,7 @@ def _is_unseen(place: Place) -> bool:
 
 
 class _Unread:
-    """Stands for what forward replaces before it reads it. All that it could be used for fails."""
+    """In place of what forward replaces before it reads it. All that it could be used for fails."""
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "_name", name)

@@ -317,7 +317,7 @@ def _in_cell(cell: Any, name: str) -> _Known:
 
 
 def _item(container: Any, key: Any) -> Any:
-    """A part of a known container: `self.stores['skip']`; where the key is unknown, the container itself stands for it."""
+    """A part of a known container: `self.stores['skip']`; where the key is unknown, the container itself."""
     if not isinstance(container, _Known):
         return None
     if isinstance(key, _Known) and isinstance(container.value, (list, dict, tuple)):

@@ -359,8 +359,8 @@ def prepared(
                 _prepare_config(config, model, note)
             _prepare_modules(model, note)
             forget_made_up()
-            told = {} if reads is None else {"sets": reads.sets}
-            left = [LeftEager(module, fqn, **told) for fqn, module in matching(model, eager).items()]
+            watched = {} if reads is None else {"sets": reads.sets}
+            left = [LeftEager(module, fqn, **watched) for fqn, module in matching(model, eager).items()]
             inside = [m for each in left for m in each.module.modules()]
             hooks = around(model, hooked_modules(model, {*inside, *unhooked}, storing), order or Order())
             _make_fake(model, fake_mode, device, stand_ins)

@@ -29,7 +29,7 @@ from megafx.ops.eager_call import matching
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.report.drawn import bytes_text
 
-LARGE = 0.1  # a share of the parameters that is told as a warning
+LARGE = 0.1  # a share of the parameters from which a warning says so
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the path of a module
 _NUMBERS = aten_ops("item _local_scalar_dense")
 

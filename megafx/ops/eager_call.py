@@ -192,8 +192,8 @@ def _contents(module: nn.Module) -> dict[str, list[int]]:
 
 
 class LeftEager:
-    """A submodule whose calls are nodes of what is traced. calls: how many there were. sets(module, name, fqn): told each
-    attribute of it and of modules in it that its code sets or changes."""
+    """A submodule whose calls are nodes of what is traced. calls: how many there were. sets(module, name, fqn): is
+    called with each attribute of it and of modules in it that its code sets or changes."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
                             output = _tried(call, values, own)
                     except MegafxError:
                         raise
-                    except Exception:
+                    except Exception:  # other numbers may be none that the code takes; the first run says enough then
                         if data == 0:
                             raise
                         break

@@ -102,7 +102,7 @@ def running(run: Running) -> Iterator[None]:
     before, _here.running = current(), run
     try:
         yield
-    except Exception:
+    except Exception:  # whatever it is, it is raised on: backwards that wait for this run must end
         while run.open:
             run.open.popitem()[1].fail()
         raise

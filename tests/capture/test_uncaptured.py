@@ -1,4 +1,4 @@
-"""Covers: capture/uncaptured.py, compiler/captured.py. Parts that cannot be captured run as they are, by themselves."""
+"""Covers: capture/errors.py (`called_part`), compiler/captured.py. Parts that cannot be captured run as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megafx
-from megafx.capture.uncaptured import called_part
+from megafx.capture.errors import called_part
 from megafx.errors import CaptureError
 
 TWO = megafx.Config(tensor_model_parallel_size=2, cache=False)

@@ -84,7 +84,7 @@ def ranks_compute_the_same() -> None:
     with at_once():
         text = "differ in what the model computes: .*aten.dropout.default.* on rank 0"
         raises(AgreementError, text, lambda: net(Net, 0.1 + rank / 10)(x()))
-        raises((CaptureError, OSError), "no such table", lambda: net(Fails)(x()))
+        raises(OSError if rank == 1 else CaptureError, "no such table", lambda: net(Fails)(x()))
 
 
 class Refuses:
