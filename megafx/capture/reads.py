@@ -79,6 +79,7 @@ class Reads:
     def __init__(self, model: nn.Module, skipped: frozenset[nn.Module] = frozenset()) -> None:
         self.model, self.on = model, False
         self.skipped = {id(m) for m in skipped}
+        self.own = {*map(id, model.modules())}
         self.names: dict[int, str] = {}  # of what can be reached from the model or from globals
         self.alive: list[Any] = []  # whose ids are keys above
         self.places: dict[tuple[int, Any], Place] = {}
@@ -151,7 +152,8 @@ class Reads:
                     source=line_of(sys._getframe(1)),
                     fix="let the module return it",
                 )
-            if not self.on or name in IGNORED or name.startswith("__"):
+            outside = name == "training" and id(owner) not in self.own  # a module that the key of a graph does not know
+            if not self.on or (name in IGNORED and not outside) or name.startswith("__"):
                 if self.on and name == "__dict__" and _is_looked_at(_reader().f_code.co_filename):
                     self._note_all(owner)
                 return plain(owner, name)
@@ -362,10 +364,15 @@ class Reads:
             line = SourceLine(part.co_filename, part.co_firstlineno)
             for kind, chain in _chains(part):
                 first, *rest = chain
-                if kind == "global" and first not in names:
+                if kind == "global" and first not in names and hasattr(builtins, first):
                     self.absent.add((id(names), first))
+                    if first == "globals":  # `globals().get("SCALE")`
+                        self._note_named(part, names, where, line)
                 elif kind == "global":
                     self._note_name(Place(names, first, f"{where}.{first}", line), rest)
+                    found, by_name = names.get(first), not _BY_NAME.isdisjoint(part.co_names)
+                    if by_name and isinstance(found, types.ModuleType) and not _library_of(found):
+                        self._note_named(part, vars(found), first, line)
                 elif kind == "free" and first in cells:
                     self._note_name(Place(cells[first], "cell_contents", f"{where}.{first}", line), rest)
                 elif kind == "stored" and first in names:
@@ -377,6 +384,12 @@ class Reads:
                         self.assigned(Place(self._own(base), first, f"{base.__name__}.{first}", line))
             for name in part.co_names if cls is not None else ():
                 self._note_of_class(cls, name, line)
+
+    def _note_named(self, code: types.CodeType, names: dict[str, Any], where: str, line: SourceLine) -> None:
+        """Code asks for names by strings, in the globals of a module: those of its strings that may be meant."""
+        for name in code.co_consts:
+            if isinstance(name, str) and name.isidentifier():
+                self._note_name(Place(names, name, f"{where}.{name}", line), [])
 
     def _note_of_class(self, cls: Any, name: str, line: SourceLine) -> None:
         """name: of an attribute, in code of this class's methods. `type(self).calls` is seen by no `__getattribute__`."""
@@ -408,13 +421,15 @@ class Reads:
         key = id(place.holder), place.key
         if value is ABSENT:
             self.absent.add(key)
-            return
+            return self._bound(place)
+        library = _library_of(value)
         if isinstance(value, types.ModuleType):
-            if rest and value.__name__.partition(".")[0] not in LIBRARIES and rest[0] in vars(value):
+            self._bound(place)
+            if rest and not library and rest[0] in vars(value):
                 self._note_name(Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line), rest[1:])
             return
         if isinstance(value, type):
-            library = value.__module__.partition(".")[0] in LIBRARIES
+            self._bound(place)
             if rest and not library and isinstance(getattr(value, rest[0], None), (*PLAIN, list, dict, tuple, set)):
                 at = Place(value, rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(value), rest[0]), at, at.get())
@@ -424,15 +439,20 @@ class Reads:
             return
         if isinstance(value, types.FunctionType):
             if not _is_looked_at(value.__code__.co_filename):
-                return
+                return self._bound(place)
             if rest and not rest[0].startswith("__"):  # an attribute of a function
                 self.met(value, place.name)
                 at = Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(vars(value)), rest[0]), at, at.get())
-        elif callable(value) and _of_library(type(value)) and not isinstance(value, (_MEMO, partial, types.MethodType)):
-            return
+        elif callable(value) and library and not isinstance(value, (_MEMO, partial, types.MethodType, nn.Module)):
+            return self._bound(place)
         if key not in self.places:
             self._take(key, place, value)
+
+    def _bound(self, place: Place) -> None:
+        """place: of a name that stands for nothing, or a module, a class or a library's function: another may be put there."""
+        self.places.setdefault((id(place.holder), place.key), place)
+        self.alive.append(place.holder)
 
     # -- afterwards
 
@@ -440,14 +460,20 @@ class Reads:
         """The places that were read, and what they hold, but for those named in `varies`."""
         found = []
         for place in self.places.values():
-            # Modules are compared by the runtime, which looks after their tree.
-            if place.name not in varies and not isinstance(place.get(), nn.Module):
+            if place.name not in varies:
                 found.append((place, snapshot(place.get(), place.name, varies)))
         return found
 
 
 def _of_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in LIBRARIES
+
+
+def _library_of(value: Any) -> bool:
+    """Whether a module, a class, or the class of another value is of a library that guards do not look into."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in LIBRARIES
+    return _of_library(value if isinstance(value, type) else type(value))
 
 
 @dataclass(frozen=True)
@@ -595,6 +621,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+_BY_NAME = frozenset(["getattr", "hasattr"])
 _LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
 _STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
 _STORES |= {"STORE_ATTR": "assigned", "DELETE_ATTR": "assigned"}

@@ -87,12 +87,16 @@ class Place:
     def get(self) -> Any:
         """The value there now, ABSENT where there is none."""
         holder = self.container()
-        if not isinstance(holder, (dict, *SEQUENCES)):
-            return getattr(holder, self.key, ABSENT)
         try:
+            if not isinstance(holder, (dict, *SEQUENCES)):
+                return getattr(holder, self.key, ABSENT)
             return holder[self.key]
         except (KeyError, IndexError):
             return ABSENT
+        except ValueError:
+            if isinstance(holder, types.CellType):  # of a variable that has no value yet
+                return ABSENT
+            raise
 
     def set(self, value: Any) -> None:
         """Put a value there; ABSENT takes away what is there."""
@@ -282,7 +286,7 @@ class PythonState:
                 and all([same(x, wanted) for x, wanted in self._arrays])
                 and all([members == wanted for members, wanted in self._sets])
             )
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, ValueError):  # the last of a variable without a value
             return False
 
     def _still_absent(self) -> bool:

@@ -270,3 +270,40 @@ def cached_functions_are_used_inside_and_outside(loop: Loop) -> None:
     for length in (3, 4, 3):
         _step(loop, model, length)
         loop.see(mask=mask(length), positions=model.positions(length), scale=model.scale)
+
+
+ACTIVATION: Any = None
+DROPOUT = nn.Dropout(0.0)
+
+
+@situation(READS, ranks=(1,))
+def names_that_code_only_tests_stand_for_something_else(loop: Loop) -> None:
+    """Modules, classes and functions of torch; a pre-hook of the model puts them there, or the loop."""
+    late = None
+
+    class Model(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            if ACTIVATION is not None:
+                h = h * 2
+            if late is not None:
+                h = h * 3
+            if not self.training:
+                h = table(h)  # not defined yet
+            if globals().get("GIVEN"):
+                h = h * 5
+            return h * 7 if DROPOUT.training else h
+
+    model = Model()
+    values = iter([None, nn.ReLU(), nn.ReLU, torch.relu, functools, *[None] * 6])
+    model.register_forward_pre_hook(lambda module, args: globals().update(ACTIVATION=next(values)))
+    model = loop.model(model)
+    for number in range(10):
+        late = nn.Identity if number == 6 else None  # type: ignore[assignment]
+        globals().update({"GIVEN": True} if number == 7 else {})
+        DROPOUT.train(number != 8)
+        _step(loop, model)
+        globals().pop("GIVEN", None)
+    table = nn.functional.relu
+    model.eval()
+    _step(loop, model)
