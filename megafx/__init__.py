@@ -114,9 +114,9 @@ def _imported(module: str) -> Any:
     """The module. That of the public calls takes seconds to import, which is shown."""
     if module != "megafx.api" or module in sys.modules:
         return importlib.import_module(module)
-    from megafx.progress import stage
+    from megafx.progress import stage, uncollected
 
-    with stage("import megafx"):
+    with stage("import megafx"), uncollected():
         return importlib.import_module(module)
 
 

@@ -17,7 +17,6 @@ import builtins
 import contextlib
 import copy
 import functools
-import gc
 import logging
 import re
 import sys
@@ -58,6 +57,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of
 from megafx.ops.eager_call import LeftEager, Order, forget_made_up, matching
 from megafx.ops.hook_call import Around
+from megafx.progress import uncollected
 
 Note = Callable[[str], None]
 
@@ -71,18 +71,9 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within, no other thread captures or compiles. What waits for other ranks in it has to be in `released`.
-
-    Nor are cycles collected: looking for them among the nodes and values of a graph, which stay, is a tenth of a compile.
-    """
-    with _LOCK:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+    """Within, no other thread captures or compiles. What waits for other ranks in it has to be in `released`."""
+    with _LOCK, uncollected():
+        yield
 
 
 @contextlib.contextmanager

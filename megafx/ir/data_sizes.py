@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import FrameType
 from typing import Any, ClassVar
 
-import networkx as nx
 import sympy
 import torch
 from sympy.core.function import Application
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.functions import Min, Mod, PythonMod
 
+from megafx.ir.groups import Groups
 from megafx.ir.source_lines import is_user_file
 
 FIRST_HINT = 127
@@ -262,13 +262,13 @@ def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
 
     Two masks that are computed alike have a symbol each, until the rows that they select are added up.
     """
-    equal = nx.Graph()
+    equal: Groups[sympy.Symbol] = Groups()
     for demands in shape_env.deferred_runtime_asserts.values():
         for expr in (shape_env.replace(demand.expr) for demand in demands):
             if isinstance(expr, sympy.Eq) and all(s.is_Symbol and shape_env.is_unbacked_symint(s) for s in expr.args):
-                equal.add_edge(*expr.args)
+                equal.join(*expr.args)
     found: dict[sympy.Symbol, sympy.Symbol] = {}
-    for group in nx.connected_components(equal):
+    for group in equal.all():
         first, *others = sorted_by_name(group)
         found |= dict.fromkeys(others, first)
     return found
@@ -296,13 +296,13 @@ def hints_that_meet(relations: Sequence[sympy.Basic], known: Mapping[sympy.Symbo
 
     Where `a <= b` is one of them, b - a is a size, too: at least 2, if that is possible.
     """
-    together = nx.Graph()
+    together: Groups[sympy.Symbol] = Groups()
     for relation in relations:
         unknown = sorted_by_name(relation.free_symbols - known.keys())
-        nx.add_path(together, unknown)
-        together.add_nodes_from(unknown)
+        if unknown:
+            together.join(*unknown)
     found: dict[sympy.Symbol, int] = {}
-    for group in map(sorted_by_name, nx.connected_components(together)):
+    for group in map(sorted_by_name, together.all()):
         theirs = [
             r.xreplace({s: sympy.Integer(n) for s, n in known.items()}) for r in relations if r.free_symbols & {*group}
         ]

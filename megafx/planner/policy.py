@@ -24,10 +24,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from networkx.utils import UnionFind
 from torch import fx
 
 from megafx.ir.facts import MATMUL
+from megafx.ir.groups import Groups
 from megafx.ir.nodes import op_name
 from megafx.ir.program import TOKENS, VAL, Program, fqn_of, source_of
 from megafx.placements.types import P, Placement
@@ -62,17 +62,17 @@ VIEWS_OF_WEIGHTS = _aten(
 )
 
 
-def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> UnionFind:
+def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> Groups[Place]:
     """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them.
 
     Where the first dim of a value represents several (`flatten_tokens`), (node, -1), (node, -2), ... are these.
     """
-    classes = UnionFind()
+    classes: Groups[Place] = Groups()
     for node in program.graph.nodes:
         if reshapes_tokens(node):
             whole, flat = (node.args[0], node) if TOKENS in node.meta else (node, node.args[0])
             for d in range(len(flat.meta[TOKENS])):
-                classes.union((whole, d), (flat, -1 - d))
+                classes.join((whole, d), (flat, -1 - d))
     for node, rule in rules.items():
         if rule.kind == "view":
             source = rule.operands[0].node
@@ -81,7 +81,7 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
                 kept_in = [d for d in dims_in if before[d] != 1]
                 kept_out = [d for d in dims_out if after[d] != 1]
                 if len(kept_in) == len(kept_out) == 1:
-                    classes.union((source, kept_in[0]), (node, kept_out[0]))
+                    classes.join((source, kept_in[0]), (node, kept_out[0]))
             continue
         places: dict[str, list[Place]] = defaultdict(list)
         results = [(n, rule.template.results[k]) for k, n in enumerate(results_of(node, rule)) if n is not None]
@@ -90,10 +90,10 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
                 if isinstance(factor, str):
                     places[factor].append((owner, dim))
         for same in places.values():
-            classes.union(*same)
+            classes.join(*same)
             flat = [owner for owner, dim in same if dim == 0 and TOKENS in owner.meta]
             for d in range(len(flat[0].meta[TOKENS]) if len(flat) > 1 else 0):
-                classes.union(*((owner, -1 - d) for owner in flat))
+                classes.join(*((owner, -1 - d) for owner in flat))
     return classes
 
 
