@@ -171,10 +171,16 @@ def _differences(place: Place, value: Any, wanted: Any) -> Iterator[Place]:
             yield place
         return
     found = parts_of(value)
-    if found is None or type(value) is not wanted.kind or found[1].keys() != wanted.parts.keys():
+    if found is None or type(value) is not wanted.kind:
         yield place
         return
-    if not isinstance(value, (set, frozenset)):
+    keys, wanted_keys = [*found[1]], [*wanted.parts]
+    if isinstance(value, (set, frozenset)):
+        if {*keys} != {*wanted_keys}:
+            yield place
+    elif keys != wanted_keys:  # another order, too: forward may go through a dict
+        yield place
+    else:
         for key, part in found[1].items():
             yield from _differences(place.part(key), part, wanted.parts[key])
 
@@ -241,6 +247,7 @@ class PythonState:
         self._containers: list[Any] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._sets: list[tuple[Any, Any]] = []
+        self._orders: list[tuple[Any, list[Any]]] = []
         for place, wanted in self.guards:
             self._add(place.container(), place.key, place.get(), wanted, place.is_item)
         self._lengths = [*map(len, self._containers)]
@@ -269,6 +276,8 @@ class PythonState:
         if isinstance(value, (set, frozenset)):
             self._sets.append((value, frozenset(wanted.parts)))
             return
+        if isinstance(inside, dict) and len(parts) > 1:
+            self._orders.append((inside, [*parts]))
         for part_key, part in parts.items():
             self._add(inside, part_key, part, wanted.parts[part_key], True)
 
@@ -285,6 +294,7 @@ class PythonState:
                 and [*map(len, self._containers)] == self._lengths
                 and all([same(x, wanted) for x, wanted in self._arrays])
                 and all([members == wanted for members, wanted in self._sets])
+                and all([[*table] == keys for table, keys in self._orders])
             )
         except (KeyError, IndexError, ValueError):  # the last of a variable without a value
             return False

@@ -24,8 +24,8 @@ from megafx.debugging import current
 from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
-from megafx.runtime.dependencies import STARTED, STDLIB, TORCH, is_installed
-from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest
+from megafx.runtime.dependencies import STARTED, STDLIB, TORCH
+from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest, is_installed
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import nn
 from megafx.capture.reads import LIBRARIES
 from megafx.ir.program import Program
 from megafx.ir.stored import Unstorable
-from megafx.runtime.fingerprint import Fingerprint
+from megafx.runtime.fingerprint import Fingerprint, is_installed
 from megafx.runtime.stored_state import lines
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -38,10 +38,6 @@ def _started() -> float:
 
 STARTED = _started()
 STDLIB = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
-
-
-def is_installed(path: str) -> bool:
-    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 
 @cache

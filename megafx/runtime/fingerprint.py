@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterable
@@ -165,7 +166,12 @@ def _is_of_package(function: types.FunctionType) -> bool:
     found: Any = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is function and "-packages" in function.__code__.co_filename
+    return found is function and is_installed(function.__code__.co_filename)
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 
 def _variables(function: types.FunctionType) -> list[Any]:

@@ -17,9 +17,9 @@ from torch import nn
 
 from megafx.capture.reads import ENVIRONMENT, LIBRARIES, TABLES, OwnAttributes, SizesOf
 from megafx.errors import SourceLine
-from megafx.ir.python_state import ABSENT, Place, PythonState, parts_of, snapshot
+from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
 from megafx.ir.stored import Unstorable
-from megafx.runtime.fingerprint import Fingerprint
+from megafx.runtime.fingerprint import Fingerprint, is_installed
 
 _KEYS = (str, int, bool, type(None))
 
@@ -32,7 +32,7 @@ def state_form(state: PythonState, model: nn.Module, own: Fingerprint) -> Any:
         if not isinstance(place, Place):
             raise Unstorable(f"'{name}', which is computed")
     paths = _Paths(state, model)
-    guards = [[paths.place(place), own(wanted)] for place, wanted in state.guards]
+    guards = [[paths.place(place), _text(own, paths.place(place), wanted)] for place, wanted in state.guards]
     return {"guards": guards, "inputs": {n: paths.place(p) for n, p in state.inputs.items() if isinstance(p, Place)}}
 
 
@@ -41,13 +41,13 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
     finder = _Finder(form["guards"], model)
     varies = frozenset(form["inputs"])
     guards = []
-    for number, (_, text) in enumerate(form["guards"]):
+    for number, (where, text) in enumerate(form["guards"]):
         place = finder.guarded(number)
         if place is None:
             return "what is read where it was"
         wanted = snapshot(place.get(), place.name, varies)
         try:
-            same = own(wanted) == text
+            same = _text(own, where, wanted) == text
         except Unstorable:
             same = False
         if not same:
@@ -57,6 +57,16 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
     if None in inputs.values():
         return "a number that varies"
     return PythonState(guards, {name: place for name, place in inputs.items() if place is not None})
+
+
+def _text(own: Fingerprint, where: Any, wanted: Any) -> Any:
+    """What a value is, as text. The order of an installed package's own table is left out: some are filled from sets, whose order
+    differs between processes (transformers' table of installed packages)."""
+    kind, *rest = where[0]
+    if isinstance(wanted, Container) and issubclass(wanted.kind, dict) and kind == "globals":
+        if is_installed(getattr(sys.modules.get(rest[0]), "__file__", None) or ""):
+            wanted = Container(wanted.kind, dict(sorted(wanted.parts.items(), key=lambda part: repr(part[0]))))
+    return own(wanted)
 
 
 class _Paths:

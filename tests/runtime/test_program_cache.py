@@ -216,6 +216,22 @@ def test_two_classes_of_one_name(project, tmp_path):
     assert "Net" in did and "another module" in did and torch.equal(loss, project.run(cache=False)[1])
 
 
+@pytest.mark.parametrize("where, did", [("site-packages", "read"), ("mine", "written")])
+def test_the_order_of_a_table(project, tmp_path, where, did):
+    """A library may have filled its table from a set, whose order differs between processes; that of a user's table is read."""
+    library = tmp_path / where / "users_net_patches.py"
+    library.parent.mkdir()
+    project.load("users_net_patches", library, "TABLE = {'scale': 2.0, 'shift': 1.0}")
+    reads = SOURCE.replace("* self.options", '* library.TABLE["scale"] * self.options')
+    project.write(reads.replace("import os", "import os\nimport users_net_patches as library"))
+    assert project.run()[0] == "written"
+    table = project.module.library.TABLE
+    table["scale"] = table.pop("scale")
+    assert project.run()[0] == did
+    table["scale"] = 3.0
+    assert project.run()[0] == "written"
+
+
 def test_a_changed_line_of_the_model(project):
     _, before, _, _ = project.run()
     project.write(

@@ -136,6 +136,32 @@ def globals_classes_and_methods_are_changed(loop: Loop) -> None:
     _step(loop, model, x)
 
 
+class Branches(nn.Module):
+    """What the branches of a dict give, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.stack = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)}), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.scales = {"a": 1.0, "b": 2.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([scale * self.branches[name](x) for name, scale in self.scales.items()], -1)
+        return self.stack(both).square().mean()
+
+
+@situation("https://github.com/pytorch/pytorch/issues/115774", slow=(2,))
+def a_dict_is_put_into_another_order(loop: Loop) -> None:
+    model, x = loop.model(Branches()), torch.randn(4, 8)
+    _step(loop, model, x)
+    model.scales["a"] = model.scales.pop("a")
+    _step(loop, model, x)
+    model.scales = dict(sorted(model.scales.items()))
+    _step(loop, model, x)
+    layers: Any = model.stack._modules  # what Sequential goes through
+    layers["0"] = layers.pop("0")
+    _step(loop, model, x)
+
+
 class Annealed(nn.Module):
     """A coefficient that changes at every call, and a tensor that is no buffer."""
 
