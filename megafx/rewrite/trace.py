@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._pytree import tree_structure
 
 from megafx.ir.dump import dtype_text
@@ -27,6 +26,7 @@ from megafx.ir.nodes import Draw, argument, argument_places, aten_ops, is_draw
 from megafx.ir.program import VAL, Input, Output, Program, ancestors
 from megafx.ir.sizes import Sizes
 from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
+from megafx.rewrite.record import record
 
 # Ops whose first two operands may be exchanged (`add` where alpha is 1).
 COMMUTES = aten_ops(
@@ -247,8 +247,8 @@ class _Tracing:
         if "drop" in takes:
             arguments.append(seed)
             inputs.append(Input("seed", "drop"))
-        with plain_modes(), without_code():
-            gm = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*arguments)
+        with plain_modes(), without_code(), mode:
+            gm = _make_graph_module({}, record(call, arguments), "Pattern")
         output = gm.graph.output_node()
         several = isinstance(output.args[0], (list, tuple))
         output.args = (tuple(output.args[0]) if several else (output.args[0],),)  # type: ignore[arg-type]

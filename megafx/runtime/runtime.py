@@ -12,6 +12,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import eq
 from types import MappingProxyType
 from typing import Any
@@ -114,6 +115,10 @@ class Runtime:
         self.settled = Settled()
         self.uncaptured = Uncaptured(model, config)
         self.captures = 0
+        self.example: tuple[Hashable, Program | None] = (
+            None,
+            None,
+        )  # what the model was planned by, until its first call
         self.capturing = False
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
@@ -198,9 +203,14 @@ class Runtime:
         planner = self._planner(call, True)
         situation = self._situation("plan", call, planner, ())
         with self._capturing(True):
-            settle(call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled, situation)
+            capture = lambda _: self._capture(call, frozenset(), training=True)  # noqa: E731  settle's argument
+            program = settle(call, capture, planner, self.settled, situation)
         self._tell(situation)
         assert self.settled.plan is not None
+        if program is not None:
+            device = self.state.device  # the example's tensors are on the meta device
+            leaves = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for x in call.leaves]
+            self.example = self._skeleton(replace(call, leaves=leaves), True, training=True), program
         self._adopt(self.settled.plan.params)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,12 +339,8 @@ class Runtime:
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()
-        present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        hooks = self.hooked.state()
-        forward = next(vars(c)["forward"] for c in self.original.__mro__ if "forward" in vars(c))  # it may be replaced
-        modes = (self.replacements, forward, module_state(self.modules, self.configs), parameter_state(present), hooks)
-        skeleton = self.keys.skeleton(call, modes, grad)
+        skeleton = self._skeleton(call, grad)
         compared = False
         while True:
             key, varying = self.keys.key(skeleton, call)
@@ -350,7 +356,7 @@ class Runtime:
                 known, captured = self._small_sizes(graphs, call, varying, grad)
                 if known is not None:
                     return known
-                graph = self._compile(call, varying, state, present, grad, captured)
+                graph = self._compile(call, varying, state, grad, captured, self._example_of(skeleton, call))
             except CaptureError:
                 if not varying:
                     raise
@@ -359,6 +365,22 @@ class Runtime:
             self.fixed_state |= state.keys() - graph.state_inputs().keys()
             graphs.append(graph)
             return graph
+
+    def _skeleton(self, call: Call, grad: bool, training: bool = False) -> Hashable:
+        """What a graph of this call depends on, but for its numbers. training: as if every module were in training mode."""
+        hooks = self.hooked.state()
+        forward = next(vars(c)["forward"] for c in self.original.__mro__ if "forward" in vars(c))  # it may be replaced
+        parameters = parameter_state(self._parameters())
+        trained, cached = module_state(self.modules, self.configs)
+        modes = self.replacements, forward, (True,) * len(trained) if training else trained, cached, parameters, hooks
+        return self.keys.skeleton(call, modes, grad)
+
+    def _example_of(self, skeleton: Hashable, call: Call) -> Program | None:
+        """What `start` captured to plan by, where the model's first call is of that form."""
+        (planned, program), self.example = self.example, (None, None)
+        if program is None or program.call is None or planned != skeleton:
+            return None
+        return program if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is None else None
 
     def _small_sizes(
         self, graphs: Sequence[BoundGraph], call: Call, varying: frozenset[int], grad: bool
@@ -401,13 +423,13 @@ class Runtime:
         call: Call,
         varying: frozenset[int],
         state: Mapping[str, Place],
-        params: Sequence[torch.Tensor],
         grad: bool,
         captured: Program | None = None,
+        example: Program | None = None,
     ) -> BoundGraph:
-        """captured: the program of the call, where it was captured already."""
+        """captured: the program of the call, where it was captured already; example: that of an example of it."""
         if self.mesh is not None:
-            for name, param in zip(self.state.slots, params, strict=True):
+            for name, param in zip(self.state.slots, self._parameters(), strict=True):
                 if not isinstance(param, TPTensor):
                     self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
@@ -415,8 +437,8 @@ class Runtime:
         is_training = planner.training and all(m.training for m in self.modules)
 
         def capture(training: bool) -> Program:
-            if captured is not None and not training:
-                return captured
+            if not training and (made := captured or example) is not None:
+                return made
             return self._capture(call, varying, state, training=training, grad=planner.training)
 
         about = (is_training, sorted(varying), [(n, type(p.get()).__name__) for n, p in sorted(state.items())])

@@ -60,12 +60,12 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
 
 
 def _text(own: Fingerprint, where: Any, wanted: Any) -> Any:
-    """What a value is, as text. The order of an installed package's own table is left out: some are filled from sets, whose order
-    differs between processes (transformers' table of installed packages)."""
+    """What a value is, as text. The order of an installed package's own table is left out: some are filled from sets, whose
+    order differs between processes (transformers' table of installed packages)."""
     kind, *rest = where[0]
-    if isinstance(wanted, Container) and issubclass(wanted.kind, dict) and kind == "globals":
-        if is_installed(getattr(sys.modules.get(rest[0]), "__file__", None) or ""):
-            wanted = Container(wanted.kind, dict(sorted(wanted.parts.items(), key=lambda part: repr(part[0]))))
+    file = getattr(sys.modules.get(rest[0]), "__file__", None) if kind == "globals" else None
+    if is_installed(file or "") and isinstance(wanted, Container) and issubclass(wanted.kind, dict):
+        wanted = Container(wanted.kind, dict(sorted(wanted.parts.items(), key=lambda part: repr(part[0]))))
     return own(wanted)
 
 

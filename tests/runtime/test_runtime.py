@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megafx.api import parallelize
 from megafx.config import Config
 from megafx.errors import UsageError
+from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients, full_state_dict
 
 ONE = Config(tensor_model_parallel_size=1)
@@ -376,3 +378,28 @@ def test_hooks_on_saved_tensors_are_called():
     step = model.megafx.state.step
     gradients(model, contextlib.nullcontext(), again)
     assert model.megafx.state.step == step + 2, "backward computes the checkpointed call again"
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_the_first_call_takes_what_the_model_was_planned_by(change, monkeypatch):
+    """Hugging Face models are planned ahead by an example of a call: one of the same form is not captured again."""
+    captures = []
+    capture = Runtime._capture_alone
+    monkeypatch.setattr(Runtime, "_capture_alone", lambda self, *a, **k: captures.append(a) or capture(self, *a, **k))
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    torch.manual_seed(0)
+    reference = transformers.LlamaForCausalLM(config).double().eval()  # as from_pretrained leaves it
+    model = parallelize(copy.deepcopy(reference), ONE.replace(cache=False))
+    ids = torch.randint(32, (3, 8))
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for m in (reference, model):
+        m.train()
+        if change:
+            m.model.norm.variance_epsilon = 0.5
+    want, got = reference(**call).loss, model(**call).loss
+    want.backward(), got.backward()
+    torch.testing.assert_close(got, want)
+    assert_same_gradients(model, reference)
+    assert len(captures) == (2 if change else 1)
