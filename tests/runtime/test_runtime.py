@@ -401,5 +401,6 @@ def test_the_first_call_takes_what_the_model_was_planned_by(change, monkeypatch)
     want, got = reference(**call).loss, model(**call).loss
     want.backward(), got.backward()
     torch.testing.assert_close(got, want)
-    assert_same_gradients(model, reference)
+    for name, value in full_gradients(model).items():  # its loss is computed in fp32
+        torch.testing.assert_close(value, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
     assert len(captures) == (2 if change else 1)
