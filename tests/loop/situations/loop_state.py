@@ -141,7 +141,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches, self.stack = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)}), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.branches = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+        self.stack = nn.Sequential(nn.Linear(8, 8), nn.GELU())
         self.scales = {"a": 1.0, "b": 2.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
