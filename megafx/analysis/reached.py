@@ -54,4 +54,10 @@ def find_reached(program: Program) -> Reached | None:
         return tuple(source for bit, source in sources.items() if mask & bit)
 
     inputs = {spec.name: named(found.get(n, 0)) for n, spec in program.input_nodes() if spec.kind in ("param", "user")}
-    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()})
+    others = {n: s for n, s in bits.items() if isinstance(n, str) or any(of_results[n[0]])}
+    read = [
+        n
+        for i in outputs
+        if any(found[results[i]] & bit for s, bit in others.items() if s != (n := program.outputs[i].name))
+    ]
+    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()}, tuple(read))

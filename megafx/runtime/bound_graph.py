@@ -44,6 +44,7 @@ from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack, HeldGradients
+from megafx.runtime.hooks_on_outputs import Waiting, called_for, refused, watch
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 
@@ -230,11 +231,12 @@ class BoundGraph:
         self.parts_of_mean = batch.ranks if batch is not None and batch.summed else 1
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
-        self.eager: Callable[[Call], Any] = lambda call: None  # the call as the user's own code computes it
+        self.eager: Callable[[Call, str], Any] = lambda call, why: None  # the call as the user's own code computes it
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
         self.tangents = [self.outputs[i].name for i in compiled.differentiated]
         self.reached = program.reached or Reached({}, {})
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
+        self.siblings = {i: o.name for i, o in enumerate(self.outputs) if o.name in self.reached.outputs}
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
 
     def running(self) -> Running:
@@ -281,7 +283,7 @@ class BoundGraph:
     def run(self, call: Call) -> Any:
         call = replace(call, state=self.state_inputs())
         inputs, user = self._inputs(call)
-        compiled = self.compiled
+        compiled, step = self.compiled, None
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
@@ -300,7 +302,11 @@ class BoundGraph:
                 outputs = self.finish(self.executable.forward(inputs)[0], call)
         if self.tapes and (changed := compiled.spec.state.changed_by_hooks(call.state or {})):
             raise changed_by_a_hook(self.state.model, changed[0])
-        results = compiled.spec.unflatten(self._results(outputs, user))
+        found = self._results(outputs, user)
+        if step is not None and self.siblings:
+            pairs = zip(self.user_outputs, found, strict=True)
+            step.watched = [watch(i, self.siblings[i], x) for i, x in pairs if i in self.siblings and x is outputs[i]]
+        results = compiled.spec.unflatten(found)
         return give_back(results, call.caches, compiled.spec.state)
 
     def _results(self, outputs: list[Any], user: Mapping[int, torch.Tensor]) -> list[Any]:
@@ -451,6 +457,22 @@ class BoundGraph:
             found = [None if x is None else x / self.parts_of_mean for x in found]
         return found
 
+    def gradients_with_hooks(
+        self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any], hooked: Sequence[Waiting]
+    ) -> list[Any]:
+        """As below, with hooks on outputs that other outputs depend on."""
+        found = (
+            (self.state.meshes.data is not None, "data-parallel ranks have parts of the batch"),
+            (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
+            (any(spec.kind == "seed" for spec in self.inputs), "its dropout would draw other masks"),
+            (bool(call.caches or (self.mutations and again is None)), "it has changed a cache or a buffer"),
+            (self.compiled.holding is not None, "gradients are added to `main_grad` by the graph"),
+            (not self.state.config.gather_outputs, "gather_outputs=False"),
+        )
+        if why := next((text for holds, text in found if holds), None):
+            raise refused(hooked, why)
+        return self._in_eager(kept, call, again, tangents, hooked)
+
     def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
         state = self.state
@@ -475,14 +497,22 @@ class BoundGraph:
                 f"{WHERE}: it is computed in eager mode, from what the call changes ({what})",
                 fix="compute this term in a call that changes nothing (model.eval(), use_cache=False)",
             )
+        return self._in_eager(kept, call, again, tangents, ())
+
+    def _in_eager(
+        self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any], hooked: Sequence[Waiting]
+    ) -> list[Any]:
         self.executable.check(kept)
         if again is not None:
             again.check()
         users = [i for i, spec in enumerate(self.inputs) if spec.kind == "user"]
         before = {} if again is None else {name: x for (kind, name), x in again.values.items() if kind == "buffer"}
         wrt = self.wrt_slots
-        made = EagerCall(state.model, state.slots, self.eager, call, self.compiled.spec, before, wrt, users)
-        return made.gradients(self.connected, tangents)
+        state, where = self.state, "hooks on outputs that other outputs depend on" if hooked else WHERE
+        why = where if hooked else "gradients of gradients (create_graph=True)"
+        eager = lambda call: self.eager(call, why)  # noqa: E731
+        made = EagerCall(state.model, state.slots, eager, call, self.compiled.spec, before, wrt, users, where)
+        return made.gradients(self.connected, tangents, hooked)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
@@ -552,6 +582,7 @@ class _Step:
         self.layouts: list[TPTensor | None] = []
         self.run = graph.running()
         self.tangents: list[Any] = []
+        self.watched: list[Waiting] = []  # outputs that other outputs depend on
 
     def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs that autograd knows of."""
@@ -577,15 +608,27 @@ class _Step:
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         own = len(graph.compiled.differentiated)
         beside = any(x is not None for x in tangents[own:]) and not in_eager
-        if (beside and again is None) or ((beside or in_eager) and call is None):
+        hooked = called_for(
+            self.watched, {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
+        )
+        if (beside and again is None) or ((beside or in_eager or hooked) and call is None):
             raise freed()
         try:
             with stopping_with_others("backward"):
                 about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about
                 about = f"a backward with create_graph=True\n{graph.about}" if in_eager else about
+                about = (
+                    f"a backward with hooks on {', '.join(w.name for w in hooked)}\n{graph.about}" if hooked else about
+                )
                 if boards is not None:
                     step, shared = self.numbers
                     boards.backward(graph, step, shared, graph.state.held.now, about)
+                if hooked:
+                    assert call is not None
+                    found = graph.gradients_with_hooks(self.kept, call, again, tangents, hooked)
+                    if not retain and not in_eager:
+                        self.free()
+                    return found
                 if in_eager:
                     assert call is not None
                     return graph.gradients_with_graph(self.kept, call, again, tangents)
@@ -604,11 +647,15 @@ class _Step:
             raise
         check_all_taken(self.run.returned)
         if not retain:
-            self.again = self.call = None
-            graph.last = None if graph.last is self else graph.last
-            self.kept.values = []
+            self.free()
         of = zip(gradients, specs, strict=True)
         return [g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in of]
+
+    def free(self) -> None:
+        """Give up what backward needs."""
+        self.again = self.call = None
+        self.graph.last = None if self.graph.last is self else self.graph.last
+        self.kept.values = []
 
 
 class _Run(torch.autograd.Function):

@@ -24,6 +24,7 @@ from megafx.distributed.tensor_whole import Part
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.python_state import Place, PythonState, names
+from megafx.runtime.hooks_on_outputs import Waiting
 from megafx.runtime.keys import Call
 
 WHERE = "double backward through a parallelized model"
@@ -35,6 +36,7 @@ class EagerCall:
 
     eager: the user's code. buffers: FQN -> what a buffer was at the call, where that has changed it. wrt: parameters (slots)
     and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's tensors.
+    where: for messages.
     """
 
     model: nn.Module
@@ -45,11 +47,20 @@ class EagerCall:
     buffers: Mapping[str, Tensor]
     wrt: Sequence[Slot | int]
     inputs: Sequence[int]
+    where: str = WHERE
 
-    def gradients(self, outputs: Sequence[int], tangents: Sequence[Any]) -> list[Any]:
-        """Of `wrt`, differentiable. outputs: indices of the graph's outputs to which the tangents belong. Collective."""
+    def gradients(self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting] = ()) -> list[Any]:
+        """Of `wrt`, differentiable where autograd is on. outputs: indices of the graph's outputs to which the tangents belong.
+        hooked: outputs with hooks, which run on the values of this computation. Collective."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            return self._gradients(outputs, tangents, hooked, again)
+
+    def _gradients(
+        self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting], again: bool
+    ) -> list[Any]:
         state = self.spec.state
-        _check(state)
+        _check(state, self.where)
         given = [*self.call.leaves, *(self.call.state or {}).values()]
         tensors = [i for i, leaf in enumerate(self.spec.leaves) if leaf.tensor]
         place = dict(zip(self.inputs, tensors, strict=True))
@@ -69,9 +80,18 @@ class EagerCall:
         made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
         pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
         wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, given[place[x]]) for x in self.wrt]
+        retained = [w for w in hooked if w.retains()]
+        for each in hooked:
+            for hook in each.hooks.values():
+                made[each.index].register_hook(hook)
+        for each in retained:
+            made[each.index].retain_grad()
         found = torch.autograd.grad(
-            [x for x, _ in pairs], [x for _, x in wrt], [t for _, t in pairs], create_graph=True, allow_unused=True
+            [x for x, _ in pairs], [x for _, x in wrt], [t for _, t in pairs], create_graph=again, allow_unused=True
         )
+        of_output = dict(zip(outputs, tangents, strict=True))
+        for each in retained:
+            each.keep(of_output[each.index], made[each.index].grad)
         return [_cut(g, p) for g, (p, _) in zip(found, wrt, strict=True)]
 
     @contextlib.contextmanager
@@ -108,16 +128,16 @@ class EagerCall:
                 table[key] = value
 
 
-def _check(state: PythonState) -> None:
+def _check(state: PythonState, where: str) -> None:
     """Raise where eager mode would not compute what the call has."""
     if state.decisions or not all(isinstance(place, Place) for place in state.inputs.values()):
         raise UsageError(
-            f"{WHERE}: it is computed in eager mode, from numbers that the call itself has changed ({', '.join(state.writes)})",
+            f"{where}: it is computed in eager mode, from numbers that the call itself has changed ({', '.join(state.writes)})",
             fix="set such numbers outside of forward, before each call",
         )
     if changed := state.changed():
         raise UsageError(
-            f"{WHERE}: forward reads {names(changed)}, which changed between forward and backward",
+            f"{where}: forward reads {names(changed)}, which changed between forward and backward",
             fix="take these gradients before the change",
         )
 

@@ -482,12 +482,14 @@ class Runtime:
         graph = BoundGraph(self.state, compiled, about)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
         training = {m: m.training for m in self.modules}
-        graph.eager = lambda call: self._eager(call, autocast, training)
+        graph.eager = lambda call, why: self._eager(call, why, autocast, training)
         return graph
 
-    def _eager(self, call: Call, autocast: Sequence[dict[str, Any]], training: Mapping[nn.Module, bool]) -> Any:
+    def _eager(
+        self, call: Call, why: str, autocast: Sequence[dict[str, Any]], training: Mapping[nn.Module, bool]
+    ) -> Any:
         """What the user's own code makes of a call, with autograd. training: the mode of each module."""
-        text = "gradients of gradients (create_graph=True): such calls are computed once more, in eager mode"
+        text = f"{why}: such calls are computed once more, in eager mode"
         if self.mesh is not None:
             size = sum(p.numel() * p.element_size() for p in {id(p): p for p in self._parameters()}.values())
             text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"

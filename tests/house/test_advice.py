@@ -14,6 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
+    "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [
@@ -88,7 +89,8 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "not followed by a test yet": [
         "<target> of sizes that are read from tensors",
         "<WHERE>: data-parallel ranks do not reduce",
-        "<WHERE>: forward reads <changed>",
+        "<where>: forward reads <changed>",
+        "<where>: it is computed in eager mode, from",
         "<WHERE>: it is computed in eager mode, and hooks",
         "<WHERE>: it is computed in eager mode, from",
         "<relation> is no relation between sizes",

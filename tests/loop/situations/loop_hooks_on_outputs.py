@@ -1,0 +1,68 @@
+"""Hooks on what a call returns, and `retain_grad()` of it, where other outputs depend on that: a loss on its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from loop_hooks import Net, ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+RETAINED = "https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94"
+HOOKED = "https://github.com/pytorch/pytorch/issues/598"
+
+
+class WithLoss(nn.Module):
+    """Ids -> loss and logits; keeps features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.features = Net(), torch.zeros(())
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        self.features = self.net.blocks[0](self.net.embed(tokens))
+        logits = self.net.head(self.net.blocks[1](self.features))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return h, self.second(h)
+
+
+@situation(RETAINED)
+def gradients_of_outputs_are_retained(loop: Loop) -> None:
+    model = loop.model(WithLoss())
+    for more in (0.0, 1.0):
+        out = model(ids())
+        out["logits"].retain_grad()
+        model.features.retain_grad()
+        (out["loss"] * 3 + more * out["logits"].square().mean()).backward(retain_graph=True)
+        out["loss"].backward()
+        loop.see(logits=out["logits"].grad, features=model.features.grad)
+    loop.see_gradients(model)
+
+
+@situation(HOOKED)
+def hooks_on_outputs_change_and_record_gradients(loop: Loop) -> None:
+    """A hook that is not linear, one that records, one that is taken away, one in a call whose input needs a gradient."""
+    seen: list[Any] = []
+    model = loop.model(Halves())
+    for _ in range(2):
+        x = torch.randn(3, 6, requires_grad=True)
+        h, y = model(x)
+        h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        h.register_hook(lambda grad: seen.append(grad.clone()))
+        h.register_hook(lambda grad: grad * 100).remove()
+        y.register_hook(lambda grad: grad * 2)
+        (y.square().sum() + h.sum()).backward()
+        loop.see(x=x.grad)
+    loop.see(seen=seen)
+    loop.see_gradients(model)
