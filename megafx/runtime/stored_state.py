@@ -32,7 +32,7 @@ def state_form(state: PythonState, model: nn.Module, own: Fingerprint) -> Any:
         if not isinstance(place, Place):
             raise Unstorable(f"'{name}', which is computed")
     paths = _Paths(state, model)
-    guards = [[paths.place(place), _text(own, paths.place(place), wanted)] for place, wanted in state.guards]
+    guards = [[paths.place(place), _text(own, place, wanted)] for place, wanted in state.guards]
     return {"guards": guards, "inputs": {n: paths.place(p) for n, p in state.inputs.items() if isinstance(p, Place)}}
 
 
@@ -41,13 +41,13 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
     finder = _Finder(form["guards"], model)
     varies = frozenset(form["inputs"])
     guards = []
-    for number, (where, text) in enumerate(form["guards"]):
+    for number, (_, text) in enumerate(form["guards"]):
         place = finder.guarded(number)
         if place is None:
             return "what is read where it was"
         wanted = snapshot(place.get(), place.name, varies)
         try:
-            same = _text(own, where, wanted) == text
+            same = _text(own, place, wanted) == text
         except Unstorable:
             same = False
         if not same:
@@ -59,11 +59,10 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
     return PythonState(guards, {name: place for name, place in inputs.items() if place is not None})
 
 
-def _text(own: Fingerprint, where: Any, wanted: Any) -> Any:
+def _text(own: Fingerprint, place: Place, wanted: Any) -> Any:
     """What a value is, as text. The order of an installed package's own table is left out: some are filled from sets, whose
     order differs between processes (transformers' table of installed packages)."""
-    kind, *rest = where[0]
-    file = getattr(sys.modules.get(rest[0]), "__file__", None) if kind == "globals" else None
+    file = place.holder.get("__file__") if isinstance(place.holder, dict) and "__name__" in place.holder else None
     if is_installed(file or "") and isinstance(wanted, Container) and issubclass(wanted.kind, dict):
         wanted = Container(wanted.kind, dict(sorted(wanted.parts.items(), key=lambda part: repr(part[0]))))
     return own(wanted)
