@@ -237,7 +237,9 @@ def test_a_class_that_forward_makes_an_object_of(project):
     """Python 3.12 reads the cell `__class__` wherever `super()` is called."""
     scale = "class Scale:\n    def __init__(self):\n        assert __class__ is type(self)\n        self.by = 2.0\n\n"
     project.write(
-        SOURCE.replace("class Options", scale + "class Options").replace("* self.options", "* Scale().by * self.options")
+        SOURCE.replace("class Options", scale + "class Options").replace(
+            "* self.options", "* Scale().by * self.options"
+        )
     )
     assert project.run()[0] == "written"
     assert project.run()[0] == "read"
