@@ -26,6 +26,13 @@ class QuickFakeTensorMode(FakeTensorMode):
         self._first: dict[int, tuple[Any, Any, tuple[Any, ...]]] = {}
         self._without_guards = shape_env.suppress_guards
 
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A trace knows values by their tensors: where eager mode gives a copy, a fake of its own, not the operand itself."""
+        found: Any = super().dispatch(func, types, args, kwargs)
+        if func is not torch.ops.aten.native_dropout.default or found[0] is not args[0]:
+            return found
+        return (super().dispatch(torch.ops.aten.clone.default, types, args[:1], {}), *found[1:])
+
     def _validate_cache_key(self, func: Any, args: Any, kwargs: Any) -> None:
         """torch keeps results of its own ops only. Of fused ones, too, they follow from the arguments."""
         if not is_kernel(func):

@@ -139,9 +139,12 @@ def erase_inactive_detach(editor: Editor, node: fx.Node, active: set[fx.Node]) -
     return node.args[0] not in active and replace(node, node.args[0])
 
 
-@on("dropout feature_dropout alpha_dropout")
+_DROPOUTS = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
+
+
+@on(f"{_DROPOUTS} {_DROPOUTS.replace(' ', '_ ')}_")
 def erase_idle_dropout(editor: Editor, node: fx.Node) -> bool:
-    """Dropout in eval mode, or with p = 0, returns its input."""
+    """Dropout in eval mode, or with p = 0, returns its input, also where it works in place (`nn.Dropout(inplace=True)`)."""
     return (not argument(node, "train") or argument(node, "p") == 0) and replace(node, node.args[0])
 
 

@@ -90,3 +90,37 @@ def two_dropouts_of_one_batch(loop: Loop) -> None:
     same_on_ranks(loop, p)
     divergence.backward()
     loop.see(divergence=divergence, mean=p.mean(0))
+
+
+class Dropping(nn.Module):
+    """Writes into what dropout that is off has returned: the value itself, or a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.drops = nn.ModuleList(
+            [nn.Dropout(0.5, inplace=True), nn.AlphaDropout(0.5, inplace=True), nn.Dropout2d(0.5, True)]
+        )
+        self.drops += [nn.FeatureAlphaDropout(0.5, inplace=True), nn.Dropout(0.5), nn.Dropout(0.0, inplace=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for drop in self.drops:
+            h = self.up(x)
+            y = drop(h)
+            y[..., 0] = 7.0
+            x = self.down(h + y)
+        for p, train in ((0.5, False), (0.0, True)):
+            h = self.up(x)
+            y, _ = torch.native_dropout(h, p, train)
+            y[..., 0] = 7.0
+            x = self.down(h + y)
+        return x
+
+
+@situation("https://github.com/pytorch/pytorch/issues/22124")
+def dropout_that_works_in_place_is_off_in_evaluation(loop: Loop) -> None:
+    model = loop.model(Dropping().eval())
+    out = model(torch.randn(2, 3, 4, 6))
+    out.square().mean().backward()
+    loop.see(out=out)
+    loop.see_gradients(model)
