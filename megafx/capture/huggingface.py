@@ -57,6 +57,8 @@ def attention_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _tagging(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("use_vmap") and _by_indices(kwargs.get("mask_function")):
+            kwargs["use_vmap"] = False  # the same mask, made by broadcasting: no graph holds vmap
         made = original(*args, **kwargs)
         if isinstance(made, Tensor) and not args and (shape := _shape_of(made, kwargs)) is not None:
             setattr(made, _TAG, shape)
@@ -95,6 +97,16 @@ def _seen_by(function: Any) -> tuple[bool, int] | None:
     if isinstance(width, int) and rest is hf.bidirectional_mask_function:
         return False, width + 1
     return None
+
+
+def _by_indices(function: Any) -> bool:
+    """Whether a mask function, and all that it calls, are transformers' own, which take indices of any shape."""
+    if isinstance(function, (tuple, list)):
+        return all(map(_by_indices, function))
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return False
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return all(_by_indices(c) for c in cells if callable(c) or isinstance(c, (tuple, list)))
 
 
 def _cell(function: Any, maker: str, variable: str) -> Any:
