@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CodeType
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class CaptureError(MegafxError):
     raised: Exception | None = None
     what_to_do = "Change the line that is named, or leave its module out of the graph: `Config(eager_modules=[...])`."
     part = ""  # FQN of the smallest submodule whose call holds the line, where it can be left eager
+    functions: tuple[
+        CodeType, ...
+    ] = ()  # of those that its forward has called, and that hold the line, the deepest first
 
 
 class PlanError(MegafxError):

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 BATCH_HINT = 19
 SEQ_HINTS = (67, 53, 83, 113)
 
+_FEW = 3  # numbers in a row that are no sequence
 # Attributes by which configs name the greatest sequence length.
 _MAX_LENGTH = (
     *("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "block_size", "context_length"),
@@ -117,6 +118,7 @@ def name_dims(
             past.setdefault(tensor.shape[d], f"past{len(past) + 1}" if past else "past")
     outside = [(n, t) for n, t in tensors if n not in growing]
     ids = [(n, t) for n, t in outside if _is_ids(t)]
+    ids = [(n, t) for n, t in ids if group_of(n) or not _is_table(t, [other for _, other in ids])]
     choices = [(n, t) for n, t in outside if _is_choices(t)]
     embedded = [(n, t) for n, t in outside if t.dim() == 3 and t.is_floating_point()]
     by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: t.dim() == 1)  # 1-D ones last
@@ -167,6 +169,11 @@ def name_dims(
 def _is_ids(tensor: torch.Tensor, dims: int = 2) -> bool:
     """[batch, sequence] of integers (a bool tensor may be a [sequence, sequence] mask)."""
     return tensor.dim() == dims and tensor.dtype in (torch.int64, torch.int32)
+
+
+def _is_table(tensor: torch.Tensor, ids: Sequence[torch.Tensor]) -> bool:
+    """Whether the rows of a tensor beside ids hold a few numbers each (the grid of an image, a span), and no sequence."""
+    return tensor.shape[1] <= _FEW < max(t.shape[1] for t in ids)
 
 
 def _is_choices(tensor: torch.Tensor) -> bool:

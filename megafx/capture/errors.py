@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import linecache
 import os
+import re
 import traceback
 import types
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from megafx.capture.eager_functions import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
-from megafx.ops.eager_call import MADE_UP_INPUTS
+from megafx.ops.eager_probes import MADE_UP_INPUTS
 
+_OF_TRUTH = re.compile(r"'(Equality|Unequality|(Strict)?(Less|Greater)Than)'")  # sympy's, in an error of Python's
 _CALL = nn.Module._call_impl.__code__.co_name
 _BRANCH = (
     "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
@@ -54,7 +57,8 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
-    made.part = called_part(error, model) if by_data else ""
+    if by_data:
+        made.part, made.functions = called_part(error, model), functions_of(error)
     made.raised = error if _is_of_the_model(error) else None
     return made
 
@@ -121,6 +125,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         if code.startswith("for "):
             return _LOOP
         return _COUNT if any(text in code for text in _COUNTS) else _BRANCH
+    if name == "TypeError" and _OF_TRUTH.search(message):  # `a == b` of truth values that a tensor holds
+        return _BRANCH
     if "DynamicOutputShape" in name or "dynamic shape operator" in message:
         return _SELECT
     if "DataDependentOutput" in name:

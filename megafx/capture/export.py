@@ -13,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -37,6 +38,7 @@ from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.quantised import refuse_quantised
+from megafx.capture.real_values import CallValues
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
@@ -54,7 +56,8 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
-from megafx.ops.eager_call import Order, forget_made_up, matching, refuse_made_up
+from megafx.ops.eager_call import Order, matching
+from megafx.ops.eager_probes import forget_made_up, refuse_made_up
 from megafx.progress import stage
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
@@ -77,6 +80,8 @@ def capture_call(
     data_ranks: int = 1,
     fixed: Collection[str] = (),
     state: Mapping[str, Place] | None = None,
+    functions: Sequence[CodeType] = (),
+    scaled: bool = False,
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -92,6 +97,7 @@ def capture_call(
     fixed: names of dims that are constants of the graph. Sizes of 0 and 1 become such by themselves where the model may
     compute something else at them than the graph (small_sizes.py).
     state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
+    functions: code of functions that are one node each (eager_functions.py). scaled: see `Probes`.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -121,7 +127,7 @@ def capture_call(
         dims, followed = named(), Followed(dict(state))
         dims.constant |= fixed
         capture = _Capture(
-            root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed
+            root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed, functions, scaled
         )  # fmt: skip
         return capture.run(fixed)
 
@@ -221,6 +227,7 @@ class _Call(nn.Module):
         )  # called with which leaves of the result do
         self.trace: Trace | None = None
         self.order = Order()
+        self.values: CallValues | None = None
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
@@ -231,9 +238,13 @@ class _Call(nn.Module):
             loops = stack.enter_context(ExpertLoops(self.note))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches, self.order.last, self.order.count = Revived(), None, 0
+            given_leaves = pytree.tree_leaves((args, kwargs))
             args, kwargs = caches.revive((args, kwargs))
             given = [*_containers((args, kwargs))]
             assert self.trace is not None
+            if self.values is not None:
+                entering = pytree.tree_leaves((given_leaves, loss_inputs, state))
+                self.values.begin([x for x in entering if isinstance(x, torch.Tensor)])
             stack.enter_context(DataShapeEnv.recording())
             with self.trace.running(state):
                 output = self.call(self.model, *args, **kwargs)
@@ -310,6 +321,8 @@ class _Capture:
     part: str
     data_ranks: int
     followed: Followed
+    functions: Sequence[CodeType] = ()
+    scaled: bool = False
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
@@ -451,6 +464,8 @@ class _Capture:
                 self.root.order,
                 unhooked,
                 self.followed.storing,
+                self.functions,
+                self._values(),
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
@@ -479,6 +494,19 @@ class _Capture:
             raise
         if self.followed.learn_hooks(self.trace, outside):
             raise _HooksStore
+
+    def _values(self) -> CallValues:
+        """The call's inputs as they are, for what stays eager in the trace that begins."""
+        dims, values, names = iter(self.dims.names), [], []
+        for name, value in self.leaves:
+            if isinstance(value, torch.Tensor):
+                values.append(value.detach())
+                names.append(next(dims))
+            elif self._enters(name, value):
+                values.append(torch.tensor(value, device=self.device))
+                names.append({})
+        self.root.values = CallValues(values, names, self.scaled)
+        return self.root.values
 
     def _enters(self, name: str, value: Any) -> bool:
         """Whether a leaf is an input of the graph: a tensor, or a number that varies."""

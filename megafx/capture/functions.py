@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.errors import CaptureError
 from megafx.ir.source_lines import current_user_line
-from megafx.ops.eager_call import MADE_UP, eager_call_of, made_up
+from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _OURS = ("torch.", "megafx.")

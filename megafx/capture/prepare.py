@@ -23,7 +23,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture import tensor_hooks
 from megafx.capture.checks import passing_checks
+from megafx.capture.eager_functions import LeftFunction, left_functions
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -55,7 +56,8 @@ from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of
-from megafx.ops.eager_call import LeftEager, Order, forget_made_up, matching
+from megafx.ops.eager_call import Order, matching
+from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
 from megafx.progress import uncollected
 
@@ -97,6 +99,8 @@ class Replacement(NamedTuple):
 
     def now(self) -> Any:
         """The value there: the very object, not what the class's protocol makes of it."""
+        if isinstance(self.owner, FunctionType):
+            return getattr(self.owner, self.name)
         return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _ABSENT)
 
 
@@ -107,6 +111,7 @@ def replacements(
     draws: LayerDraws,
     reads: Reads | None = None,
     hooks: Sequence[Around] = (),
+    functions: Sequence[LeftFunction] = (),
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
@@ -186,6 +191,11 @@ def replacements(
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in eager]
 
+    why = "a function that decides by data is one node, whatever it is called by: its code is another meanwhile"
+    for left in functions:
+        for each_of in left.functions():
+            table.append(Replacement(each_of, "__code__", functools.partial(_code_of, left, each_of), why))
+
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
 
@@ -199,6 +209,10 @@ def replacements(
     for fqn, layer in droppable_layers(model):
         table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
     return table
+
+
+def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeType:
+    return left.code_for(function)
 
 
 def _here_alone(line: Replacement) -> Any:
@@ -331,12 +345,15 @@ def prepared(
     order: Order | None = None,
     unhooked: Sequence[nn.Module] = (),
     storing: Collection[Hashable] = (),
+    functions: Sequence[CodeType] = (),
+    probes: Probes | None = None,
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
     eager: globs of submodules that are one node each. note_eager(topic, text, fqn): called with what they are, and which
     modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
-    modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads.
+    modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads. functions: code
+    of those that are one node each. probes: real inputs of what stays eager.
     """
     with _LOCK:
         configs = configs_of(model)
@@ -351,13 +368,13 @@ def prepared(
             _prepare_modules(model, note)
             forget_made_up()
             watched = {} if reads is None else {"sets": reads.sets}
-            left = [LeftEager(module, fqn, **watched) for fqn, module in matching(model, eager).items()]
+            left = [LeftEager(module, fqn, probes=probes, **watched) for fqn, module in matching(model, eager).items()]
             inside = [m for each in left for m in each.module.modules()]
             hooks = around(model, hooked_modules(model, {*inside, *unhooked}, storing), order or Order())
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            table = replacements(model, note, left, draws, reads, hooks)
+            table = replacements(model, note, left, draws, reads, hooks, left_functions(functions, probes))
             with replaced(table), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())

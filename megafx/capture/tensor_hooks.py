@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.program import located
 from megafx.ir.source_lines import current_user_line
-from megafx.ops.eager_call import eager_call_of
+from megafx.ops.eager_probes import eager_call_of
 
 _library = torch.library.Library("megafx", "FRAGMENT")
 _library.define("hooked(Tensor value, Tensor passed_on) -> ()")

@@ -1,10 +1,11 @@
 """Capture of a call, with the parts that cannot be traced left eager (`Config(uncaptured="eager")`).
 
-Where code decides by the data of a tensor, the smallest submodule whose call holds that line becomes an eager module
-(ops/eager_call.py), as if `Config(eager_modules=...)` named it, with those of other layers that run the same code, and the
-call is captured again. The choice follows from the
-error alone, so that all ranks make the same. A line in the model's own forward stays an error, as does what eager code
-could not do either: random numbers of Python or numpy, the clock, files (capture/reads.py).
+Where code decides by the data of a tensor, the smallest part that holds that line is left eager, and the call is captured
+again: a function that forward calls, if it only keeps books (capture/eager_functions.py), else the smallest submodule whose
+call holds the line. That becomes an eager module (ops/eager_call.py), as if `Config(eager_modules=...)` named it, with those
+of other layers that run the same code. The choice follows from the error alone, so that all ranks make the same. A line in the
+model's own forward stays an error, as does what eager code could not do either: random numbers of Python or numpy, the clock,
+files (capture/reads.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megafx.capture.eager_functions import NotAlone, functions_on_line
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.errors import CaptureError, MegafxError
@@ -40,6 +43,9 @@ class Uncaptured:
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.model, self.config = model, config
         self.reasons: dict[str, CaptureError] = {}
+        self.functions: dict[CodeType, CaptureError] = {}  # code of functions that are left eager
+        self.refused: set[CodeType] = set()  # and of those that cannot be
+        self.scaled = False  # see `Probes` of ops/eager_probes.py
 
     @property
     def eager(self) -> tuple[str, ...]:
@@ -49,31 +55,48 @@ class Uncaptured:
     def capture(self, *args: Any, **options: Any) -> Program:
         """As `capture_call`, of this model. Where a part that is left eager fails, too, the error is the one before, with a
         note."""
-        before, part = dict(self.reasons), str(options.get("part", ""))
+        before, functions, part = dict(self.reasons), dict(self.functions), str(options.get("part", ""))
         while True:
             try:
-                program = capture_call(self.model, *args, eager=self.eager, **options)
+                options |= {"eager": self.eager, "functions": tuple(self.functions), "scaled": self.scaled}
+                program = capture_call(self.model, *args, **options)
                 _refuse_what_canonicalize_does(program)
                 break
+            except NotAlone as error:
+                self.functions.pop(error.code, None)
+                self.refused.add(error.code)
             except MegafxError as error:
                 if isinstance(error, CaptureError) and self._leaves(error, part):
                     continue
-                left, self.reasons = self.reasons, before
-                inside = [n for n in left if n not in before and f"{error.module or ''}.".startswith(f"{n}.")]
+                new, self.reasons, self.functions = self.reasons, before, functions
+                inside = [n for n in new if n not in before and f"{error.module or ''}.".startswith(f"{n}.")]
                 if not inside:
                     raise
-                reason = left[inside[0]]
+                reason = new[inside[0]]
                 reason.add_note(f"Left eager it fails, too: {error}")
                 raise reason from None
         self._warn([name for name in self.reasons if name not in before])
         for name, found in self.reasons.items():
             self._note(program, name, found)
+        for code, found in self.functions.items():
+            self._note(program, code.co_qualname, found)
         return program
 
     def _leaves(self, error: CaptureError, part: str) -> bool:
         """Whether one more module is left eager for this error. part: the submodule that is captured instead of the model."""
         name = error.part
-        if self.config.uncaptured != "eager" or not name or name == part or name in self.reasons:
+        if self.config.uncaptured != "eager":
+            return False
+        on_line = functions_on_line(self.model.get_submodule(name), error.source) if name else ()
+        for code in error.functions or on_line:
+            if code not in self.functions and code not in self.refused:
+                error.__traceback__ = error.__context__ = None  # it holds all that was traced
+                self.functions[code] = error
+                return True
+        if self.functions and not self.scaled and not error.functions:  # the graph refuses sizes: perhaps those of one
+            self.scaled = True
+            return True
+        if not name or name == part or name in self.reasons:
             return False
         if name in matching(self.model, self.config.eager_modules) or f"{part}.".startswith(f"{name}."):
             return False
@@ -108,10 +131,13 @@ class Uncaptured:
         given = sum(_numel(program, x) * x.element_size() for x in tensors)
         text = (
             f"not captured: {error.found}; its code runs in each call, on {bytes_text(given)} that are gathered where ranks "
-            f"hold shards of it; every rank computes all of it, and stores all of its parameters ({self._share([name]):.1%} of "
-            "the model's)"
+            "hold shards of it; every rank computes all of it"
         )
-        program.notes.append(Note("eager", text, name, error.source))
+        if name in self.reasons:
+            text += f", and stores all of its parameters ({self._share([name]):.1%} of the model's)"
+            program.notes.append(Note("eager", text, name, error.source))
+        else:
+            program.notes.append(Note("eager", f"the function {name} is {text}", error.module or "", error.source))
 
 
 def _numel(program: Program, x: torch.Tensor) -> int:

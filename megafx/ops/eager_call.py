@@ -9,8 +9,8 @@ and has complete gradients of its parameters. Autograd differentiates it, from a
 handle. Random numbers come from the seed of the step. The first result is for order: a call that takes that of another runs
 after it.
 
-Export has to know the sizes of its results: the module is run twice, on made-up inputs of two sets of sizes. A dim of a result
-is a product of dims of the inputs, times a number, that holds for both.
+Export has to know the sizes of its results: the code is run before (ops/eager_probes.py). A function can take the module's
+place (capture/eager_functions.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import math
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,15 +31,11 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megafx.errors import CaptureError, ConfigError, MegafxError, UsageError
-from megafx.ir.call_spec import ambient_autocast
+from megafx.errors import ConfigError, UsageError
 from megafx.ir.data_sizes import size_named
 from megafx.ops import tapes
 
-MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
-MADE_UP_INPUTS = "code that stays eager is run on made-up inputs, to learn the sizes of its results"
 _library = torch.library.Library("megafx", "FRAGMENT")
 
 
@@ -75,7 +71,8 @@ class EagerCall:
 
     leaves: of the arguments, with None where a tensor goes. wanted: which of the tensors require a gradient. results: dtype and
     sizes of each tensor that it returns. out_leaves: its output, with None where a tensor goes. random: whether it draws
-    numbers. named: what the graph calls the sizes of results that data decides, once it has names for them.
+    numbers. named: what the graph calls the sizes of results that data decides, once it has names for them. on_host: which
+    results are on the CPU. function: is called in place of the module, which then is its first argument that is one.
     """
 
     module: weakref.ReferenceType[nn.Module]
@@ -90,6 +87,8 @@ class EagerCall:
     out_leaves: tuple[Any, ...] = ()
     random: bool = False
     named: tuple[str, ...] = ()
+    on_host: tuple[bool, ...] = field(default=(), kw_only=True)
+    function: Callable[..., Any] | None = field(default=None, kw_only=True)
 
     copies: ClassVar[bool] = False  # whether the code gets copies of the tensors
 
@@ -112,6 +111,8 @@ class EagerCall:
         values = iter(tensors)
         leaves = [next(values) if x is None else leaf_value(x, tensors) for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        if self.function is not None:
+            return self._run_function(leaves, args, kwargs)
         own = {n: b.clone() for n, b in module.named_buffers()} if buffers is None else buffers
         state = dict(zip(self.names, values, strict=True)) | own
         with contextlib.ExitStack() as stack:
@@ -132,6 +133,25 @@ class EagerCall:
                 )
         return output
 
+    def _run_function(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.function is not None
+        outer, _here.inside = in_eager_code(), True
+        versions = [x._version for x in leaves if isinstance(x, Tensor)]
+        try:
+            with tapes.autograd_on():
+                output = self.function(*args, **kwargs)
+        finally:
+            _here.inside = outer
+        after, spec = pytree.tree_flatten((args, kwargs))
+        same = spec == self.spec and all(a is b for a, b in zip(after, leaves, strict=True))
+        if not same or versions != [x._version for x in leaves if isinstance(x, Tensor)]:
+            what = f"{self.fqn} is left eager and changes one of its arguments"
+            raise UsageError(what, fix="let it return what it makes")
+        if any(x.requires_grad for x in pytree.tree_leaves(output) if isinstance(x, Tensor)):
+            what = f"{self.fqn} is left eager and reads a parameter, whose gradient would be lost"
+            raise UsageError(what, fix="pass it the parameter as an argument")
+        return output
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -140,7 +160,20 @@ class Constant:
     value: Any
 
 
-def leaf_value(leaf: Constant | Size, tensors: Sequence[Tensor]) -> Any:
+@dataclass(frozen=True)
+class Held:
+    """A leaf that is a module of the model's."""
+
+    module: weakref.ReferenceType[nn.Module]
+
+    @property
+    def value(self) -> nn.Module:
+        found = self.module()
+        assert found is not None, "the model that code left eager belongs to is gone"
+        return found
+
+
+def leaf_value(leaf: Constant | Held | Size, tensors: Sequence[Tensor]) -> Any:
     return leaf.size.of(tensors) if isinstance(leaf, Size) else leaf.value
 
 
@@ -177,89 +210,6 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-_ABSENT = object()
-_OWN = frozenset(vars(nn.Module()))  # tables of every module
-
-
-def _contents(module: nn.Module) -> dict[str, list[int]]:
-    """Attribute that is a container -> what is in it, by identity."""
-    found = {name: value for name, value in vars(module).items() if name not in _OWN}
-    return {
-        name: [id(x) for x in (value.values() if isinstance(value, dict) else value)]
-        for name, value in found.items()
-        if isinstance(value, (list, dict, set))
-    }
-
-
-class LeftEager:
-    """A submodule whose calls are nodes of what is traced. calls: how many there were. sets(module, name, fqn): is
-    called with each attribute of it and of modules in it that its code sets or changes."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        fqn: str,
-        sets: Callable[[nn.Module, str, str], None] = lambda module, name, fqn: None,
-    ) -> None:
-        self.module, self.fqn, self.calls, self.sets = module, fqn, 0, sets
-        self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
-
-    def call_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a call of the module is while a model is traced. Its hooks run in the node."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            before = [(m, dict(vars(m)), _contents(m)) for m in self.module.modules()]
-            replaced = vars(self.module).pop("_call_impl")
-            try:
-                call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs)
-            finally:
-                vars(self.module)["_call_impl"] = replaced
-            for module, attributes, contents in before:
-                for name, value in vars(module).items():
-                    if attributes.get(name, _ABSENT) is not value or contents.get(name) != _contents(module).get(name):
-                        self.sets(module, name, self.fqn)
-            self.calls += 1
-            return as_node(call, tensors)
-
-        return called
-
-    def note(self, whole: int) -> str:
-        """What was left eager. whole: the number of the model's parameters."""
-        own = sum(p.numel() for p in self.module.parameters())
-        return (
-            f"left eager: {self.calls} calls run its own code on every rank, on whole tensors; {own} parameters "
-            f"({own / max(whole, 1):.1%} of the model's) are stored whole"
-        )
-
-
-def _probed_call(
-    module: nn.Module, fqn: str, buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[EagerCall, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    inputs = [x for x in leaves if isinstance(x, Tensor)]
-    parameters = dict(module.named_parameters())
-
-    def kept(leaf: Any) -> Constant | Size | None:
-        if isinstance(leaf, Tensor):
-            return None
-        found = size_leaf(leaf, inputs) if isinstance(leaf, torch.SymInt) else None
-        if found is None and isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            what = "a module that is left eager gets a number that depends on sizes"
-            raise CaptureError(what, module=fqn, fix="let it read the size from a tensor")
-        return found or Constant(leaf)
-
-    constants = tuple(map(kept, leaves))
-    tensors = [*inputs, *parameters.values()]
-    names, autocast = tuple(parameters), tuple(ambient_autocast())
-    call = EagerCall(weakref.ref(module), fqn, spec, constants, names, autocast, differentiable(tensors))
-    return _probed(call, tensors, buffers), tensors
-
-
-def eager_call_of(module: nn.Module, name: str, args: tuple[Any, ...]) -> Any:
-    """module(*args) as one node of what is traced. The module has to live as long as the graph; name: for messages."""
-    return as_node(*_probed_call(module, name, {}, args, {}))
-
-
 def differentiable(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     """Which of these require a gradient where they are used now."""
     return tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
@@ -287,144 +237,16 @@ def as_node(call: EagerCall, tensors: list[Tensor], order: Order | None = None) 
     return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)
 
 
+def find_call(key: str) -> EagerCall:
+    return _calls[key]
+
+
 def name_sizes(key: str, shapes: list[list[Any]], name: Callable[[sympy.Symbol], str]) -> None:
     """From here on, sizes of results that data decides have names. shapes: of the results in the trace, ints and SymNodes."""
     named: list[str] = []
     for (_, sizes), shape in zip(_calls[key].results, shapes, strict=True):
         named += [name(n._expr) for size, n in zip(sizes, shape, strict=True) if isinstance(size, DataSize)]
     _calls[key] = replace(_calls[key], named=tuple(named))
-
-
-# -- what comes out
-
-
-class _Made(TorchDispatchMode):
-    """Notes what runs on made-up inputs make: none of it may get into the graph."""
-
-    tensors: ClassVar[list[Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.tensors.extend(x.detach() for x in pytree.tree_leaves(result) if type(x) is Tensor)
-        return result
-
-
-def forget_made_up() -> None:
-    _Made.tensors.clear()
-
-
-def refuse_made_up(constants: Iterable[Any]) -> None:
-    """Raise CaptureError where code that is captured has read a tensor that code that is left eager has put somewhere."""
-    made = {x.untyped_storage()._cdata for x in _Made.tensors}
-    if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in made for x in constants):
-        raise CaptureError(
-            "forward reads a tensor that a module that is left eager has put into a global or an object",
-            fix="let the module return it",
-        )
-
-
-def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) -> EagerCall:
-    """The call with what it returns, found by running it on made-up tensors: of two sets of sizes, and of two sets of data
-    where the code takes the second."""
-    runs = []
-    state = torch.get_rng_state()
-    try:
-        for data in (0, 1):
-            for sizes in MADE_UP:
-                values = made_up(tensors, sizes, data)
-                with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                    meta = {n for n, b in buffers.items() if b.device.type == "meta"}
-                    own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
-                    before = torch.get_rng_state()
-                    try:
-                        with _Made():
-                            output = _tried(call, values, own)
-                    except MegafxError:
-                        raise
-                    except Exception:  # other numbers may be none that the code takes; the first run says enough then
-                        if data == 0:
-                            raise
-                        break
-                    drawn = not torch.equal(before, torch.get_rng_state())
-                leaves, spec = pytree.tree_flatten(output)
-                runs.append((values, leaves, spec, drawn))
-    finally:
-        torch.set_rng_state(state)
-    spec, count = runs[0][2], itertools.count()
-    if any(other != spec for _, _, other, _ in runs):
-        what = "a module that is left eager returns another structure for other inputs"
-        raise CaptureError(what, module=call.fqn, fix="return as many tensors in every case")
-    results: list[tuple[torch.dtype, tuple[ResultSize | DataSize, ...]]] = []
-    out_leaves: list[Constant | None] = []
-    for each in zip(*(leaves for _, leaves, _, _ in runs), strict=True):
-        if isinstance(each[0], Tensor):
-            if len({x.dim() for x in each}) > 1:
-                what = "a module that is left eager returns another structure for other inputs"
-                raise CaptureError(what, module=call.fqn, fix="return as many tensors in every case")
-            dims = (_size([x.shape[d] for x in each], runs[0][0], runs[1][0]) for d in range(each[0].dim()))
-            results.append((each[0].dtype, tuple(DataSize(next(count)) if d is None else d for d in dims)))
-            out_leaves.append(None)
-        else:
-            out_leaves.append(Constant(each[0]))
-    draws = any(drawn for *_, drawn in runs)
-    return replace(call, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=draws)
-
-
-def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor]) -> Any:
-    try:
-        return call.run(values, buffers)
-    except Exception as error:  # other sizes may work: capture tries some
-        shapes = ", ".join(str(tuple(x.shape)) for x in values[: call.leaves.count(None)])
-        error.add_note(f"{MADE_UP_INPUTS} (normal numbers, integers that are 0) of shapes {shapes}")
-        raise
-
-
-def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0) -> list[Tensor]:
-    """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True. data: 1 for
-    other numbers, indices of 0 and 1, and truth values of both kinds."""
-    symbols: dict[sympy.Symbol, int] = {}
-    made = []
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        generator = torch.Generator().manual_seed(data)
-        for tensor in tensors:
-            shape = []
-            for size in tensor.shape:
-                if isinstance(size, torch.SymInt):
-                    expr = size.node.expr
-                    for symbol in sorted(expr.free_symbols, key=str):
-                        symbols.setdefault(symbol, sizes[len(symbols) % len(sizes)])
-                    shape.append(int(expr.xreplace({s: sympy.Integer(n) for s, n in symbols.items()})))
-                else:
-                    shape.append(int(size))
-            if tensor.dtype.is_floating_point:
-                value = torch.randn(shape, generator=generator).to(tensor.dtype)
-            elif data:
-                value = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
-            else:
-                value = torch.full(shape, int(tensor.dtype == torch.bool), dtype=tensor.dtype)
-            made.append(value.to(tensor.device))
-    return made
-
-
-def _size(found: list[int], first: list[Tensor], second: list[Tensor]) -> ResultSize | None:
-    """What a dim is that has these sizes in the runs: on the first tensors, the second ones, and again with other data. None
-    where data decides it."""
-    a, b, *again = found
-    if any(one != other for one, other in zip(again, (a, b), strict=False)):
-        return None
-    if a == b:
-        return ResultSize(sympy.Rational(a), ())
-    varying: dict[tuple[int, int], tuple[int, int]] = {}
-    for i, (x, y) in enumerate(zip(first, second, strict=True)):
-        for d, pair in enumerate(zip(x.shape, y.shape, strict=True)):
-            if pair[0] != pair[1] and pair not in varying.values():
-                varying[i, d] = pair
-    for number in range(1, len(varying) + 1):
-        for dims in itertools.combinations(varying, number):
-            one, two = (math.prod(varying[k][j] for k in dims) for j in (0, 1))
-            if a * two == b * one:
-                return ResultSize(sympy.Rational(a, one), dims)
-    return None
 
 
 # -- the operator
@@ -519,7 +341,9 @@ def _fake_results(
 
     shapes = [(dtype, [*map(of, sizes)]) for dtype, sizes in call.results]
     numbers = [torch.empty((), dtype=torch.int64) for _ in range(2)]
-    return [*numbers, *(torch.empty(shape, dtype=dtype, device=tensors[0].device) for dtype, shape in shapes)]
+    devices = ["cpu" if host else tensors[0].device for host in call.on_host or [False] * len(shapes)]
+    made = [torch.empty(shape, dtype=dtype, device=d) for (dtype, shape), d in zip(shapes, devices, strict=True)]
+    return [*numbers, *made]
 
 
 def _fake_gradients(

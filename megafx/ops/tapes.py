@@ -131,7 +131,7 @@ class _Given(Function):
 
 
 @contextlib.contextmanager
-def _autograd() -> Iterator[None]:
+def autograd_on() -> Iterator[None]:
     """Autograd on: an operator's implementation runs below it."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
@@ -153,7 +153,7 @@ def record(
     returned = Returned(len(tensors))
     differentiated = any(wanted)
     versions = [x._version for x in tensors if not x.is_inference()]
-    with _autograd() if differentiated else torch.no_grad():
+    with autograd_on() if differentiated else torch.no_grad():
         leaves = [x.detach().requires_grad_(needs) for x, needs in zip(tensors, wanted, strict=True)]
         given = [
             _Given.apply(returned, i, run.anchor, x, copy) if x.requires_grad else x.clone() if copy else x
@@ -203,7 +203,7 @@ def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted
             leaf.grad = None
         tape.returned.inside = True
         try:
-            with _autograd():
+            with autograd_on():
                 inputs = [*into, *_outside(results, tape.leaves)]
                 if inputs:
                     torch.autograd.backward(results, [g for _, g in pairs], retain_graph=keep, inputs=inputs)

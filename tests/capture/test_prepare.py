@@ -20,7 +20,7 @@ from megafx.capture.functions import classes_bound_early
 from megafx.capture.layerdrop import LayerDraws
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import Reads, unrepeatable
-from megafx.ops.eager_call import LeftEager
+from megafx.ops.eager_probes import LeftEager
 
 
 class Dropping(nn.Module):

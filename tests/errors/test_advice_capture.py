@@ -282,6 +282,40 @@ def test_code_that_stays_eager() -> None:
         call(lambda m, x: (x, x) if x.shape[0] % 29 == 0 else (x,), config)
 
 
+def _changes(counts: Tensor, given: list[int]) -> Tensor:
+    if int(counts.sum()) > 5:
+        given.append(1)
+    return counts * 2
+
+
+def _reads(counts: Tensor, block: Block) -> Tensor:
+    return counts * (block.lin.weight.sum() if int(counts.sum()) > 5 else 2.0)
+
+
+def _returns(counts: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+    return counts * (weight.sum() if int(counts.sum()) > 5 else 2.0), 1
+
+
+@pytest.mark.filterwarnings("ignore:megafx cannot capture")
+def test_a_function_that_stays_eager() -> None:
+    """It does more than to keep books, where the numbers of a later call lead it."""
+    few, many = torch.tensor([1, 2]), torch.tensor([3, 4])
+    left = Config(tensor_model_parallel_size=1, cache=False)
+    for fn, text in (
+        (
+            lambda m, x, counts: m.lin(x) * _changes(counts, []).sum(),
+            "<fqn> is left eager and changes one of its arguments",
+        ),
+        (lambda m, x, counts: m.lin(x) * _reads(counts, m).sum(), "<fqn> is left eager and reads a parameter"),
+    ):
+        model = megafx.parallelize(made(fn), left)
+        model(X, counts=few)
+        with refused(text):
+            model(X, counts=many)
+    for counts in (few, many):
+        works(lambda m, x, counts: m.lin(x) * _returns(counts, m.lin.weight)[0].sum(), left, counts=counts)
+
+
 def test_an_argument_that_forward_changes() -> None:
     def changes(block: Block, x: Tensor, seen: dict[str, Tensor]) -> Any:
         seen["h"] = block.lin(x)
