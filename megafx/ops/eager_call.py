@@ -133,13 +133,17 @@ class EagerCall:
                 )
         return output
 
+    def run_watched(self, tensors: Sequence[Tensor]) -> Any:
+        """As `run`, of a function: with autograd on, which tells whether it reads a parameter."""
+        with tapes.autograd_on():
+            return self.run(tensors)
+
     def _run_function(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.function is not None
         outer, _here.inside = in_eager_code(), True
         versions = [x._version for x in leaves if isinstance(x, Tensor)]
         try:
-            with tapes.autograd_on():
-                output = self.function(*args, **kwargs)
+            output = self.function(*args, **kwargs)
         finally:
             _here.inside = outer
         after, spec = pytree.tree_flatten((args, kwargs))
@@ -277,7 +281,8 @@ def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, o
     watched = run.ranks > 1 and not call.copies
     before = _generators(tensors) if watched else None
     with _drawing(call, seed, op_id, tensors):
-        output, results, handle = tapes.record(call.run, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
+        run_call = call.run if call.function is None else call.run_watched
+        output, results, handle = tapes.record(run_call, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
     if watched and _generators(tensors) != before:
         raise UsageError(
             "a module that is left eager draws random numbers, which its runs on made-up inputs did not show: each rank would "

@@ -283,23 +283,23 @@ def test_code_that_stays_eager() -> None:
 
 
 def _changes(counts: Tensor, given: list[int]) -> Tensor:
-    if int(counts.sum()) > 5:
+    if int(counts.sum()) > 50:
         given.append(1)
     return counts * 2
 
 
 def _reads(counts: Tensor, block: Block) -> Tensor:
-    return counts * (block.lin.weight.sum() if int(counts.sum()) > 5 else 2.0)
+    return counts * (block.lin.weight.sum() if int(counts.sum()) > 50 else 2.0)
 
 
 def _returns(counts: Tensor, weight: Tensor) -> tuple[Tensor, int]:
-    return counts * (weight.sum() if int(counts.sum()) > 5 else 2.0), 1
+    return counts * (weight.sum() if int(counts.sum()) > 50 else 2.0), 1
 
 
 @pytest.mark.filterwarnings("ignore:megafx cannot capture")
 def test_a_function_that_stays_eager() -> None:
     """It does more than to keep books, where the numbers of a later call lead it."""
-    few, many = torch.tensor([1, 2]), torch.tensor([3, 4])
+    few, many = torch.tensor([1, 2]), torch.tensor([30, 40])
     left = Config(tensor_model_parallel_size=1, cache=False)
     for fn, text in (
         (
