@@ -62,10 +62,25 @@ class Regions:
             return
         self.count, self.inside = self.count + 1, True
         try:
-            with traceback.preserve_node_meta(), traceback.annotate({_REGION: self.count}):
+            with traceback.preserve_node_meta(), _annotated({_REGION: self.count}):
                 yield
         finally:
             self.inside = False
+
+
+@contextlib.contextmanager
+def _annotated(marks: dict[str, Any]) -> Iterator[None]:
+    """As `traceback.annotate`, whose end fails with KeyError('custom') where another thread has meanwhile put another dict in
+    place of `traceback.current_meta`, which is one for all threads (`preserve_node_meta` and fx.Interpreter do)."""
+    before = traceback.current_meta.get("custom")
+    traceback.current_meta["custom"] = {**(before or {}), **marks}
+    try:
+        yield
+    finally:
+        if before is None:
+            traceback.current_meta.pop("custom", None)
+        else:
+            traceback.current_meta["custom"] = before
 
 
 def region_of(node: fx.Node) -> int | None:

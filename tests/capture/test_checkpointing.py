@@ -14,10 +14,13 @@ import pytest
 import torch
 from structures import IDS, LABELS, RIGHT, llama
 from torch import nn
+from torch.fx import traceback
+from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
 import megafx
 from megafx.capture.export import capture_call
+from megafx.capture.functions import Regions
 from megafx.errors import CaptureError
 from megafx.ir.program import REGION, Recomputed
 
@@ -122,3 +125,11 @@ def test_those_of_other_libraries_is_refused() -> None:
     with pytest.raises(CaptureError, match="OwnCheckpoint .* is given a function to call") as error:
         capture_call(Checkpointed(OwnCheckpoint.apply), (torch.randn(3, 5, 8),))
     assert "capture/test_checkpointing.py" in str(error.value) and "self.own(layer, x)" in str(error.value)
+
+
+def test_another_thread_replaces_what_fx_is_about_to_put_on_nodes() -> None:
+    """`traceback.current_meta` is one for all threads: the end of a region does not rely on what its beginning put there."""
+    with preserve_node_meta(False):
+        with Regions().enter():
+            traceback.current_meta = {}
+        assert "custom" not in traceback.current_meta
