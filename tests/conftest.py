@@ -3,6 +3,7 @@ with `--slow`."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ import megafx.api  # noqa: E402  tests rely on all being imported: ops are decla
 _PACKAGE, _ROOT = Path(megafx.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 if _PACKAGE != _ROOT:  # the package itself refuses where its parts are of two trees
     raise pytest.UsageError(f"these tests are of {_ROOT}, but megafx of {_PACKAGE}\n  fix: pip install -e {_ROOT}")
+
+gc.freeze(), gc.set_threshold(10_000)  # cycles are looked for seldom, and not among modules, which stay: 3% of the time
 
 # pytest gives its handlers to every logger that does not propagate, and torch writes down all it does as soon as this one has
 # any: 3% of the time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import os
 import re
@@ -120,6 +121,7 @@ def _text_of(log: IO[bytes]) -> str:
 def start_group(folder: Path | str, rank: int, *, seconds: float = 120, name: str = "store") -> None:
     """Make this process a rank of a gloo group whose ranks meet in a file of this folder."""
     torch.set_num_threads(1)
+    gc.freeze(), gc.set_threshold(10_000)  # as in conftest.py
     wait_at_exit()
     world = int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{folder}/{name}", world)
