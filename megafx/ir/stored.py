@@ -216,10 +216,10 @@ class Writer:
         first = program.before_reduction
         if first is not None and (first.sizes is not program.sizes or first.call is not call or first.before_reduction):
             raise Unstorable("a program of two sets of sizes")
-        parts = [call.leaves, call.out_spec, call.out_leaves, dict(call.ranges), call.conditions, call.decided]
         form = {
             "sizes": self.sizes(program.sizes),
-            "call": [*map(self, parts), self(dict(call.names)), self(dict(call.parts)), self(call.listing)],
+            "call": self._call(call),
+            "proven": [[sorted(small), self._call(same)] for small, same in call.proven.items()],
             "program": self._parts(program),
             "before": None if first is None else self._parts(first),
         }
@@ -227,6 +227,10 @@ class Writer:
         hints = {str(s): int(env.backed_var_to_val[s]) for s in self.symbols if s in env.backed_var_to_val}
         rows = {name: str(count.node._expr) for name, count in getattr(env, "row_counts", {}).items()}
         return form | {"hints": hints, "rows": {name: symbol for name, symbol in rows.items() if symbol in hints}}
+
+    def _call(self, call: CallSpec) -> Any:
+        parts = [call.leaves, call.out_spec, call.out_leaves, dict(call.ranges), call.conditions, call.decided]
+        return [*map(self, parts), self(dict(call.names)), self(dict(call.parts)), self(call.listing)]
 
     def sizes(self, sizes: Sizes) -> Any:
         primes = [[self(expr), prime] for expr, prime in sizes._prime_of.items()]
@@ -344,6 +348,8 @@ class Reader:
         self.env.freeze()
         sizes = self.sizes(form["sizes"])
         call = CallSpec(in_spec, *map(self, form["call"]))
+        for small, same in form["proven"]:
+            call.proven[frozenset((name, size) for name, size in small)] = CallSpec(in_spec, *map(self, same))
         with torch.no_grad(), _disable_current_modes():
             program = self._parts(form["program"], sizes, call)
             if form["before"] is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from torch import nn
 
 import megafx
@@ -111,6 +112,18 @@ def test_other_sizes_are_served_by_the_same_entry(project):
     did, loss, _, _ = project.run(rows=7)
     assert did == "read"
     assert torch.equal(loss, project.run(rows=7, cache=False)[1])
+
+
+def test_a_batch_of_one(tmp_path, monkeypatch):
+    """The graph serves it once the model was found to compute the same there: the entry says so."""
+    monkeypatch.setenv("MEGAFX_CACHE", str(tmp_path / "cache"))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, inputs = zoo.llama()
+        parallel = megafx.parallelize(model, megafx.Config(), example_inputs=inputs(1, 8))
+        found.append((parallel.megafx.cached, parallel(**inputs(1, 8)).loss.item()))
+    assert found == [("written", found[0][1]), ("read", found[0][1])]
 
 
 def scale(model):
