@@ -59,7 +59,7 @@ def test_a_check_that_only_complains_is_left_out_with_a_note(check: Callable[[to
 )
 def test_other_decisions_are_errors_with_their_line(check: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(CaptureError) as caught:
-        megafx.plan(Checked(check), TWO, example_inputs=(torch.arange(5),))
+        megafx.plan(Checked(check), TWO.replace(uncaptured="error"), example_inputs=(torch.arange(5),))
     assert caught.value.source is not None and caught.value.source.file.endswith("checks_of_data.py")
     assert "data" in caught.value.found
 
