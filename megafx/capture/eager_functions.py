@@ -1,6 +1,6 @@
 """Functions of a model's code that stay eager inside of a captured graph: those that cannot be traced and only keep books.
 
-Where code that decides by data stands in a function that a module's forward calls (positions by the grids of images, windows,
+Where code that decides by data is in a function that a module's forward calls (positions by the grids of images, windows,
 lists of lengths), the function alone is one node of the graph, not the module. That is sound for a function that gets tensors
 without a gradient, reads no parameter and no buffer, and changes none of its arguments; else the next function that called it,
 and at last the module, is left eager (compiler/captured.py).

@@ -450,7 +450,7 @@ class Reads:
             self._take(key, place, value)
 
     def _bound(self, place: Place) -> None:
-        """place: of a name that stands for nothing, or a module, a class or a library's function: another may be put there."""
+        """place: of a name that holds nothing, or a module, a class or a library's function: another may be put there."""
         if place.name.endswith(".__class__"):  # the cell in which `super()` looks: nothing writes there
             return
         self.places.setdefault((id(place.holder), place.key), place)

@@ -8,7 +8,7 @@ variant on which the code fails is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -45,7 +45,7 @@ class Values:
         self.fixed = tuple(fixed)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Real tensors for those of the trace: integers as they are, floating ones made up; None where that cannot be told."""
+        """Real tensors for those of the trace: integers as they are, floating ones made up; None where that is not known."""
         mode = get_proxy_mode()
         if mode is None:
             return None
@@ -156,13 +156,20 @@ def _are_real(leaves: Sequence[Tensor]) -> bool:
     return bool(leaves) and not any(x.device.type == "meta" or isinstance(x, FakeTensor) for x in leaves)
 
 
+def _longer(x: Tensor, dim: int) -> Tensor:
+    """The last row of a dim twice."""
+    return torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1)], dim)
+
+
+def _shorter(x: Tensor, dim: int) -> Tensor:
+    return x.narrow(dim, 0, x.shape[dim] - 1)
+
+
 def _variants(leaves: Sequence[Tensor], dims: Sequence[Mapping[int, str]]) -> Iterator[list[Tensor]]:
     yield [torch.cat([x, x]) if x.dim() else x for x in leaves]
     names = {name for each in dims for d, name in each.items() if name != "batch"}
-    of: Callable[[Tensor, int], Tensor] = lambda x, d: x.narrow(d, 0, x.shape[d] - 1)  # noqa: E731
-    longer: Callable[[Tensor, int], Tensor] = lambda x, d: torch.cat([x, x.narrow(d, x.shape[d] - 1, 1)], d)  # noqa: E731
     for name in sorted(names):
-        for change in (longer, of):
+        for change in (_longer, _shorter):
             made = []
             for leaf, each in zip(leaves, dims, strict=True):
                 for d, theirs in each.items():

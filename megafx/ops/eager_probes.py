@@ -246,7 +246,7 @@ def _run(
     inside = entered.copy()
     try:
         return _run_outside(call, values, buffers, real)
-    except Exception:
+    except Exception:  # any: it is raised again, without the modules that it has left on the stack
         entered.clear()
         entered.update(inside)
         raise

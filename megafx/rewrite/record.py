@@ -41,9 +41,8 @@ class _Recorder(ProxyTorchDispatchMode):
         self.enter_stack: list[ProxyTorchDispatchMode | None] = []
         self.graph = fx.Graph()
         self._node_of: dict[int, fx.Node] = {}
-        self._node_at: dict[
-            Any, fx.Node
-        ] = {}  # the same by memory: what `torch.arange` returns is a detached copy of what it calls
+        # The same by memory: what `torch.arange` returns is a detached copy of what it calls.
+        self._node_at: dict[Any, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # so that an id stays that of its tensor
 
     def know(self, node: fx.Node, value: Any) -> None:

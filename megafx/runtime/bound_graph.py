@@ -510,7 +510,10 @@ class BoundGraph:
         wrt = self.wrt_slots
         state, where = self.state, "hooks on outputs that other outputs depend on" if hooked else WHERE
         why = where if hooked else "gradients of gradients (create_graph=True)"
-        eager = lambda call: self.eager(call, why)  # noqa: E731
+
+        def eager(call: Call) -> Any:
+            return self.eager(call, why)
+
         made = EagerCall(state.model, state.slots, eager, call, self.compiled.spec, before, wrt, users, where)
         return made.gradients(self.connected, tangents, hooked)
 

@@ -203,8 +203,9 @@ class Runtime:
         planner = self._planner(call, True)
         situation = self._situation("plan", call, planner, ())
         with self._capturing(True):
-            capture = lambda _: self._capture(call, frozenset(), training=True)  # noqa: E731  settle's argument
-            program = settle(call, capture, planner, self.settled, situation)
+            program = settle(
+                call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled, situation
+            )
         self._tell(situation)
         assert self.settled.plan is not None
         if program is not None:

@@ -279,7 +279,7 @@ DROPOUT = nn.Dropout(0.0)
 @situation(READS, ranks=(1,))
 def names_that_code_only_tests_stand_for_something_else(loop: Loop) -> None:
     """Modules, classes and functions of torch; a pre-hook of the model puts them there, or the loop."""
-    late = None
+    late: Any = None
 
     class Model(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -299,7 +299,7 @@ def names_that_code_only_tests_stand_for_something_else(loop: Loop) -> None:
     model.register_forward_pre_hook(lambda module, args: globals().update(ACTIVATION=next(values)))
     model = loop.model(model)
     for number in range(10):
-        late = nn.Identity if number == 6 else None  # type: ignore[assignment]
+        late = nn.Identity if number == 6 else None
         globals().update({"GIVEN": True} if number == 7 else {})
         DROPOUT.train(number != 8)
         _step(loop, model)
