@@ -126,8 +126,8 @@ def test_outside_the_layers(name: str, t: int, sequence_parallel: bool) -> None:
     assert [(c.collective, c.direction, c.bytes_moved) for c in rest] == wanted
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_nothing_is_communicated_twice(sequence_parallel: bool, merge: bool) -> None:
     """q, k and v, and gate and up, share one gather and one sum of input gradients; no two collectives move one value."""
     program = _compiled("llama", 4, sequence_parallel, merge=merge).program

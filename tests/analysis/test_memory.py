@@ -239,7 +239,7 @@ def test_a_larger_call_keeps_the_promise_too() -> None:
 
 
 def test_fit_takes_the_largest_budget_that_the_device_has_room_for() -> None:
-    case = Case.of("nanogpt", layers=3, embd=64)
+    case = Case.of("nanogpt", layers=2, embd=64)
     options = {"wants_grad": lambda spec: spec.kind == "param"}
 
     def fitted(device_bytes: int | None) -> Compiled:

@@ -61,7 +61,7 @@ def test_each_call_drops_layers_by_its_seed() -> None:
     losses = {draws: float(made.outputs["loss"]) for draws, made in wanted.items()}
     assert len(set(losses.values())) == 4
     seen = set()
-    for t in (1, 2, 3):
+    for t in (1, 3):
         config = Config(passes=(("after canonicalize", promote_casts),))
         compiled = compile_program(
             program.copy(), make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")

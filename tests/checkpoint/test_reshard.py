@@ -72,6 +72,7 @@ def assert_goes_on(name: str, saved_at: int, degrees: tuple[int, ...], folder: P
             torch.testing.assert_close(p, after[n], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_at, t", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_the_next_steps(saved_at: int, t: int, tmp_path: Path) -> None:
     assert_goes_on("nanogpt", saved_at, (t,), tmp_path)

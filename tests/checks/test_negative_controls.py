@@ -70,6 +70,7 @@ def _control(name: str) -> Control:
     return Control(case, compile_program(case.program.copy(), planner), kept[0], inputs, case.reference(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SEQUENCE_PARALLEL))
 def test_right_graphs_are_right(name: str) -> None:
     control = _control(name)
@@ -97,6 +98,7 @@ def test_each_collective_matters(name: str, change: Any) -> None:
     assert not unnoticed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SEQUENCE_PARALLEL))
 def test_each_gradient_loses_by_itself(name: str) -> None:
     """With a backward all-reduce or reduce-scatter deleted the loss stays perfect: only gradients tell."""
@@ -155,6 +157,7 @@ def test_the_type_checker_finds_each_transition_from_a_wrong_placement(name: str
     assert not unnoticed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "sequence_parallel", "stored"), [(1, False, "S"), (1, True, "I"), (2, False, "I")])
 def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: str) -> None:
     """4 heads on 4 ranks with keys and values of fewer: gathered from parts of a head, or computed whole on every rank."""

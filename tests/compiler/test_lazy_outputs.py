@@ -39,7 +39,7 @@ def batch(rows=2, length=11):
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def models(request):
     model = tiny(request.param)
     return megafx.parallelize(copy.deepcopy(model)), model

@@ -54,10 +54,14 @@ def main(folder: Path, rank: int, how: str) -> None:
         if rank == 1 and len(sent) > good:
             if how == "ends":
                 os.kill(os.getpid(), 9)
-            time.sleep(4 * TIMEOUT)
+            for _ in range(40 * TIMEOUT):
+                if stopped.exists():
+                    break
+                time.sleep(0.1)
             os._exit(0)
         send(self, *args)
 
+    stopped = folder / f"{how}.stopped"
     Exchange.send, good = faulty, 10**6  # type: ignore[method-assign]
     for _ in range(3):
         model(x).backward()
@@ -71,6 +75,7 @@ def main(folder: Path, rank: int, how: str) -> None:
         if cuda:
             torch.cuda.synchronize()
     except Exception as error:
+        stopped.touch()
         print(f"stopped after {time.monotonic() - begin:.0f} s: {type(error).__name__}: {error}", flush=True)
         os._exit(STOPPED)  # what is left of the job cannot be ended in order
     print("was not stopped", flush=True)

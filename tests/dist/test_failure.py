@@ -95,9 +95,9 @@ def saving_by_rank_0_alone(rank: int, folder: Path) -> None:
             ):
                 save()
         assert time.monotonic() - begin < 4 * TIMEOUT
+        (folder / "gave up").touch()
     else:
-        while time.monotonic() - begin < 2.5 * TIMEOUT:
-            time.sleep(0.1)
+        until(folder / "gave up")
     model(x).backward()  # nothing is left in the way of the next step, nor of the next save
     megafx.save_checkpoint(folder / "run", model, step=2)
     calls = (lambda: megafx.full_state_dict(model), lambda: megafx.full_gradients(model))
@@ -116,12 +116,21 @@ def a_rank_that_goes_its_own_way(rank: int, folder: Path) -> None:
     begin = time.monotonic()
     if rank == 1:
         dist.barrier()
-        time.sleep(2 * TIMEOUT)
+        until(folder / "stopped")
     else:
         dist.barrier()
     with pytest.raises(LostRankError, match="a rank did not come within the timeout|a rank has ended"):
         model(x).backward()
+    (folder / "stopped").touch()
     assert time.monotonic() - begin < 4 * TIMEOUT
+
+
+def until(path: Path) -> None:
+    """Wait for a file of the other rank; a while after its timeouts at most."""
+    for _ in range(50 * TIMEOUT):
+        if path.exists():
+            return
+        time.sleep(0.1)
 
 
 def group(folder: Path, name: str, rank: int) -> None:

@@ -63,6 +63,7 @@ def test_all_ranks_compute_what_one_process_does(name, d, t, options):
     assert worst(case, compiled, data) <= RTOL
 
 
+@pytest.mark.slow
 def test_each_gradient_collective_is_needed():
     """Without any one of them, or of the sums of the loss and of its labels, a rank's result is another."""
     data = DataAxis(2, bucket_bytes=8000)
@@ -79,7 +80,7 @@ def test_each_gradient_collective_is_needed():
         assert worst(GPT2, broken, data) > 1e-3, start
 
 
-@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("t", [2, 1, 3])
 def test_a_step_sends_each_gradient_once(t):
     """2 n (d - 1) / d bytes a rank for the n bytes of its gradients, and three numbers: loss, labels, gradient."""
     data = DataAxis(4)

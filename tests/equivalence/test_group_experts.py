@@ -127,17 +127,17 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
 
 
 def test_knob_and_what_is_left_alone() -> None:
-    assert grouped(Net(Gated, False, "index_add").double(), moe_grouped_gemm=False) == (0, [])
-    frozen = Net(Gated, False, "index_add").double()
+    assert grouped(Net(Gated, False, "index_add", experts=2).double(), moe_grouped_gemm=False) == (0, [])
+    frozen = Net(Gated, False, "index_add", experts=2).double()
     frozen.moe.experts[1].down.weight.requires_grad_(False)
     products, notes = grouped(frozen)
     assert products == 0 and any("moe.experts.1.down.weight is frozen" in n for n in notes), notes
-    tied = Net(Plain, False, "index_add").double()
-    tied.moe.experts[3].up.weight = tied.moe.experts[2].up.weight
+    tied = Net(Plain, False, "index_add", experts=2).double()
+    tied.moe.experts[1].up.weight = tied.moe.experts[0].up.weight
     products, notes = grouped(tied)
     assert products == 0 and "is tied or used elsewhere too" in notes[0], notes
-    other = Net(Plain, False, "index_add").double()
-    other.moe.experts[2].up, other.moe.experts[2].down = nn.Linear(8, 14).double(), nn.Linear(14, 8).double()
+    other = Net(Plain, False, "index_add", experts=2).double()
+    other.moe.experts[1].up, other.moe.experts[1].down = nn.Linear(8, 14).double(), nn.Linear(14, 8).double()
     products, notes = grouped(other)
     assert products == 0 and not any("are one" in n for n in notes), notes
 

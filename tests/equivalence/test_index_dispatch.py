@@ -69,7 +69,7 @@ def test_biases_of_experts() -> None:
 
 
 def test_notes_say_what_is_taken_for_granted() -> None:
-    program, _ = made_for(moe.Model(moe.skip_if_empty).double(), 2)
+    program = captured(moe.Model(moe.skip_if_empty).double(), {"x": tokens(3, 5)})
     (note,) = [n.message for n in program.notes if "taken for granted" in n.message]
     assert "index_dispatch.py" in note and "`if rows.numel() == 0:`" in note
 

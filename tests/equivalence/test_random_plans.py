@@ -75,7 +75,7 @@ CASES = [
     ("t5", 2, (), 5),
 ]
 LATER = {("nanogpt", 2), ("llama", 2), ("gpt2", 3), ("t5", 2)}  # in the slow tests alone
-CHUNK = 5
+CHUNK = 3
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_one_graph_for_all_numbers(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "t"),
-    [pytest.param(n, 2 + i % 2, marks=[] if n in ("split", "longest", "grids") else SLOW) for i, n in enumerate(CASES)]
+    [pytest.param(n, 2 + i % 2, marks=[] if n in ("split", "longest") else SLOW) for i, n in enumerate(CASES)]
     + [pytest.param(n, 3 - i % 2, marks=SLOW) for i, n in enumerate(CASES)],
 )
 def test_on_ranks(name: str, t: int) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -32,13 +33,13 @@ for module in sorted((HERE / "situations").glob("*.py")):
 
 
 def cases() -> Iterator[Any]:
-    """Of situations that run on one rank and on two, one in three does both by default, one each alone; the slow tests have the
-    rest, and two in three forms of data parallelism."""
+    """Of situations that may run on one rank or on two, one in three runs on two by default, the others on one; the slow tests
+    have the rest, and two in three forms of data parallelism."""
     for number, (name, each) in enumerate(loop.SITUATIONS.items()):
         runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
         for world, run, key in runs:
-            both = {1, 2} <= {*each.ranks} - {*each.slow}
-            left_out = (both and key == 1 + (number % 3)) or (isinstance(key, str) and number % 3 > 0)
+            either = {1, 2} <= {*each.ranks} - {*each.slow}
+            left_out = (either and key == (2 if number % 3 else 1)) or (isinstance(key, str) and number % 3 > 0)
             yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or left_out else [])
 
 
@@ -104,7 +105,7 @@ def main() -> None:
     world = dist.get_world_size()
     every = [case.values for case in cases()]
     for name in names or [run for ranks_of_it, run in every if ranks_of_it == world]:
-        error, seen = None, ""
+        error, seen, begin = None, "", time.perf_counter()
         situation, _, form = name.partition(":")
         try:
             seen = loop.run(situation, config(world, form))
@@ -114,7 +115,10 @@ def main() -> None:
         dist.all_gather_object(errors, error)
         failed = [e.replace("\n", " | ") for e in errors if e]
         if rank == 0:
-            print(f"FAIL {name}: {failed[0]}" if failed else f"PASS {name}: {seen}", flush=True)
+            print(
+                f"FAIL {name}: {failed[0]}" if failed else f"PASS {name}: {seen}, {time.perf_counter() - begin:.1f} s",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -240,6 +240,7 @@ def test_other_products_stay():
     assert fused.counts == {} or not any(fused.counts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert"])
 def test_models_are_autograds(name):
     """Eager attention of Hugging Face, in every layer."""

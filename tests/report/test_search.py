@@ -152,7 +152,7 @@ def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
 
 def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = ["llama", "--quiet", "--seq", "128", "--batch", "2"]
-    sizes = ["hidden_size=64", "intermediate_size=96", "num_hidden_layers=3", "num_attention_heads=4", "vocab_size=96"]
+    sizes = ["hidden_size=64", "intermediate_size=96", "num_hidden_layers=1", "num_attention_heads=4", "vocab_size=96"]
     model += [word for size in [*sizes, "num_key_value_heads=2"] for word in ("--set", size)]
     written = tmp_path / "found.json"
     assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB", "--json", str(written)]) == 0

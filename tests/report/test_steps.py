@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -119,11 +120,17 @@ def test_the_report_of_a_plan_says_whether_graphs_are_expected_to_pay() -> None:
     assert told(16, hardware="h200-nvlink") == []
 
 
-@pytest.mark.parametrize(("faster", "taken"), [(0.5, True), (0.99, False), (2.0, False)])
-def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
+@cache
+def planned_by_its_prices() -> tuple[Any, Any, megafx.Config, bool]:
+    """(model, inputs, config, whether the plan is sequence-parallel)"""
     model, inputs = zoo.build("nanogpt", layers=1)
     config = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
-    first = megafx.plan(model, config, example_inputs=inputs(2, 16)).sequence_parallel
+    return model, inputs, config, megafx.plan(model, config, example_inputs=inputs(2, 16)).sequence_parallel
+
+
+@pytest.mark.parametrize(("faster", "taken"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
+    model, inputs, config, first = planned_by_its_prices()
     times = {"auto": (100.0, first), (not first): (100.0 * faster, not first)}
     monkeypatch.setattr(pipeline, "_tried", lambda program, planner, passes, wanted: times[wanted])
     plan = megafx.plan(model, config, example_inputs=inputs(2, 16))

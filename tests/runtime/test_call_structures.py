@@ -53,6 +53,7 @@ def test_structure(name: str, t: int) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
     "mode", [pytest.param("eval", marks=SLOW), pytest.param("no_grad", marks=SLOW), "inference_mode"]
@@ -67,6 +68,7 @@ def test_mode(mode: str, t: int) -> None:
     assert bool(made.wrt) == (mode == "eval")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, pytest.param(3, marks=SLOW)])
 def test_autocast(t: int) -> None:
     """Products in bf16, norms, softmax and loss in fp32 as eager has them; what is left is rounding of sums."""
@@ -165,6 +167,7 @@ def with_peft() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize("build", [pytest.param(with_adapters, marks=SLOW), with_peft])
 def test_adapters(build: Any, t: int) -> None:

@@ -120,9 +120,9 @@ def test_a_batch_of_one(tmp_path, monkeypatch):
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        model, inputs = zoo.llama()
+        model, inputs = zoo.nanogpt()
         parallel = megafx.parallelize(model, megafx.Config(), example_inputs=inputs(1, 8))
-        found.append((parallel.megafx.cached, parallel(**inputs(1, 8)).loss.item()))
+        found.append((parallel.megafx.cached, parallel(**inputs(1, 8))[1].item()))
     assert found == [("written", found[0][1]), ("read", found[0][1])]
 
 
@@ -158,12 +158,11 @@ def tied(model):
 @pytest.mark.parametrize("change", [scale, table, act, frozen, evaluated, wider])
 def test_what_forward_reads_makes_an_entry_of_its_own(project, change):
     project.run()
-    assert project.run(change)[0] == "written"
-    did, loss, gradients, _ = project.run(change)
-    eager = project.run(change, cache=False)
-    assert did == "read"
-    assert torch.equal(loss, eager[1])
-    assert [g is None for g in gradients] == [g is None for g in eager[2]]
+    first, wanted, wanted_gradients, _ = project.run(change)
+    again, loss, gradients, _ = project.run(change)
+    assert (first, again) == ("written", "read")
+    assert torch.equal(loss, wanted)
+    assert [g is None for g in gradients] == [g is None for g in wanted_gradients]
     assert project.run()[0] == "read"  # the first one is still there
 
 
@@ -190,6 +189,7 @@ def test_functions_that_are_put_into_a_class(project, monkeypatch, tmp_path):
     patches = project.load("users_net_patches", tmp_path / "patches_of_users_net.py", PATCHES)
     forwards = [patches.tanh, *map(patches.decorated, (patches.tanh, patches.sigmoid))]
     project.run()
+    wanted = {}
     for kept in (False, True):
         for forward in forwards:
             monkeypatch.setattr(project.module.Net, "forward", forward)
@@ -197,7 +197,9 @@ def test_functions_that_are_put_into_a_class(project, monkeypatch, tmp_path):
             assert did == ("read" if kept else "written") and (
                 kept or "the code of the class 'users_net.Net'" in notes[0]
             )
-            assert torch.equal(loss, project.run(cache=False)[1])
+            if not kept:
+                wanted[forward] = project.run(cache=False)[1]
+            assert torch.equal(loss, wanted[forward])
 
 
 def test_a_forward_that_is_replaced_between_two_calls(project, monkeypatch, tmp_path):

@@ -137,12 +137,16 @@ def run_checks(folder: Path, rank: int, names: list[str]) -> None:
 
 def run_all(names: list[str], folder: Path) -> None:
     for name in names:
+        begin = time.perf_counter()
         error, seen = _run(CHECKS[name], folder / f"{name}_{dist.get_world_size()}")
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         failed = [e.replace("\n", " | ") for e in errors if e]
         if dist.get_rank() == 0:
-            print(f"FAIL {name}: {failed[0]}" if failed else f"PASS {name}: {seen}", flush=True)
+            print(
+                f"FAIL {name}: {failed[0]}" if failed else f"PASS {name}: {seen}, {time.perf_counter() - begin:.1f} s",
+                flush=True,
+            )
 
 
 def _run(check: Check, folder: Path) -> tuple[str | None, str]:

@@ -161,7 +161,7 @@ def trained_as_one_process(what: str, make: Make) -> None:
         same(model, wanted, f"{what}, made {'before' if before else 'after'} parameters were cut")
 
 
-@check(2, 3, 4, slow=(2,), seed=0)
+@check(2, 3, 4, slow=(2, 4), seed=0)
 def all_optimizers_step_as_in_one_process() -> str:
     wrong = []
     for what, make in kinds():
@@ -191,7 +191,7 @@ def sharded_matrices(start: nn.Module, make: Make | None = None) -> tuple[nn.Mod
     return model, optimizer
 
 
-@check(2, 3, 4, slow=(2,), seed=0)
+@check(2, 3, 4, slow=(2, 4), seed=0)
 def muon_has_the_bits_of_one_process() -> str:
     """Each matrix is orthogonalized whole, by one rank."""
     counted = []
@@ -264,7 +264,7 @@ class OwnMuon(optim.Optimizer):
                 p.T[-1].fill_(0.25)
 
 
-@check(2, 3, 4, slow=(2,), seed=0)
+@check(2, 3, 4, slow=(2, 4), seed=0)
 def optimizers_of_users_see_whole_values() -> str:
     torch.manual_seed(0)
     start = Matrices().double()

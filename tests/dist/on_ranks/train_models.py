@@ -105,7 +105,7 @@ def llama_whole_sequence() -> str:
     return seen
 
 
-@check(2)
+@check(2, slow=True)
 def llama_sequence_parallel() -> str:
     return Pair("llama", sequence_parallel=True).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)
 
@@ -149,7 +149,7 @@ def _dropout(name: str, **options: Any) -> str:
     return seen
 
 
-@check(2, 3, slow=(2,))
+@check(2, 3, slow=True)
 def dropout_of_nanogpt_sequence_parallel() -> str:
     return _dropout("nanogpt", sequence_parallel=True)
 

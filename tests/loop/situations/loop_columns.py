@@ -38,7 +38,7 @@ def run(loop: Loop, *changes: Change) -> None:
     loop.see_gradients(model)
 
 
-@situation(SOURCE)
+@situation(SOURCE, slow=(1,))
 def columns_are_permuted(loop: Loop) -> None:
     run(loop, lambda x: x[..., PERM], lambda x: x[:, :, PERM[:3].repeat(3)[:8]])
 
@@ -69,7 +69,7 @@ def columns_are_written(loop: Loop) -> None:
     )
 
 
-@situation(SOURCE)
+@situation(SOURCE, slow=(1,))
 def tokens_and_columns_are_turned(loop: Loop) -> None:
     run(
         loop,

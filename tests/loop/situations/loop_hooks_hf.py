@@ -17,7 +17,7 @@ def llama(**options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     _generator.manual_seed(0)
-    sizes = dict(vocab_size=13, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(vocab_size=13, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2)
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, tie_word_embeddings=False, **sizes, **options)).double()
 
 

@@ -51,7 +51,7 @@ def state_is_made_before_the_first_call(loop: Loop) -> None:
     train(loop, model, torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/152249", ranks=(1, 2, 3), slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/152249", ranks=(1, 2, 3), slow=(1, 3))
 def optimizers_that_do_not_work_by_element(loop: Loop) -> None:
     model = loop.model(Net())
     start = None

@@ -86,7 +86,7 @@ def elastic_weights_stay_near_those_of_an_earlier_task(loop: Loop) -> None:
         loop.see_gradients(model)
 
 
-@situation(PENALTY)
+@situation(PENALTY, slow=(1,))
 def weights_are_kept_orthogonal(loop: Loop) -> None:
     for hidden in BOTH:
         model, x = started(loop, hidden), torch.randn(3, 8)
@@ -133,7 +133,8 @@ def a_penalty_before_the_first_call(loop: Loop) -> None:
 
 
 @situation(
-    "https://discuss.pytorch.org/t/how-does-one-implement-weight-regularization-l1-or-l2-manually-without-optimum/7951"
+    "https://discuss.pytorch.org/t/how-does-one-implement-weight-regularization-l1-or-l2-manually-without-optimum/7951",
+    slow=(1,),
 )
 def arithmetic_of_parameters_mixes_with_plain_tensors(loop: Loop) -> None:
     for hidden in BOTH:
@@ -192,7 +193,7 @@ def averaged_weights_are_swapped_in_and_out(loop: Loop) -> None:
         loop.see_state(model)
 
 
-@situation(EMA)
+@situation(EMA, slow=(1,))
 def a_target_network_follows(loop: Loop) -> None:
     for hidden in BOTH:
         online, target = started(loop, hidden), started(loop, hidden)
@@ -251,7 +252,7 @@ def slices_of_weights_are_written(loop: Loop) -> None:
         loop.see(loss=model(torch.ones(2, 8)))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/58969")
+@situation("https://github.com/pytorch/pytorch/issues/58969", slow=(1,))
 def weights_are_pruned_by_size(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)

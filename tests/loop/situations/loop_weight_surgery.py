@@ -13,7 +13,7 @@ VECTOR = "https://github.com/pytorch/pytorch/issues/144289"
 MERGE = "https://github.com/huggingface/peft/issues/2394"
 
 
-@situation("https://github.com/huggingface/trl/issues/2698")
+@situation("https://github.com/huggingface/trl/issues/2698", slow=(1,))
 def weights_are_changed_while_they_are_whole(loop: Loop) -> None:
     for hidden in BOTH:
         model, x = started(loop, hidden), torch.randn(3, 8)
@@ -80,7 +80,7 @@ def an_error_while_weights_are_whole_changes_nothing(loop: Loop) -> None:
     loop.see(loss=model(torch.randn(3, 8)))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/144109")
+@situation("https://github.com/pytorch/pytorch/issues/144109", slow=(1,))
 def a_state_is_loaded_into_another_model(loop: Loop) -> None:
     """Whole states of plain models into a parallelized one, and between two parallelized ones."""
     for hidden in BOTH:

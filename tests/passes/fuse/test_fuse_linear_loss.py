@@ -189,6 +189,7 @@ def build(name, sizes):
         return getattr(transformers, name)(config).to(torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face_models(name):
     program = joint(build(name, MODELS[name]))

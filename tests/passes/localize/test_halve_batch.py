@@ -147,6 +147,7 @@ def test_models_are_exact(name, t, batches, options):
     runs(name, t, batches, **options)
 
 
+@pytest.mark.slow
 def test_a_draw_that_is_told_other_rows_shows(monkeypatch):
     of_rows = nodes.Draw.of_rows
     monkeypatch.setattr(nodes.Draw, "of_rows", lambda self, first, rows: of_rows(self, 0, rows))

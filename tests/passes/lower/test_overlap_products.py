@@ -148,6 +148,7 @@ def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
     assert not verify(2, 2, 8, blocks=1)
 
 
+@pytest.mark.slow
 def test_memory_that_others_write_shows(monkeypatch):
     """Were what is gathered always left in the slot, backward would read what came there later."""
     gather = exchange.Exchange.gather
@@ -155,6 +156,7 @@ def test_memory_that_others_write_shows(monkeypatch):
     assert is_wrong()
 
 
+@pytest.mark.slow
 def test_rows_that_are_written_over_too_early_show(monkeypatch):
     """What is made in a slot may be read until the third operation from it begins."""
     slots = exchange.Exchange._slots

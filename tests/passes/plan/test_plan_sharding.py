@@ -90,7 +90,9 @@ def test_styles_of_all_weights(name: str, sequence_parallel: bool) -> None:
         assert row.style == wanted[0], f"{row.fqn} is {row.style}"
 
 
-@pytest.mark.parametrize("name", list(STYLES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("bert", "t5") else ()) for n in STYLES]
+)
 def test_tensor_parallel_collectives(name: str) -> None:
     """Megatron's f before each column-parallel region, g after each row-parallel linear, nothing else."""
     program = _placed(name, False)[0]

@@ -137,7 +137,7 @@ def test_keeping_less_than_what_layers_pass_on_does_not_raise_the_peak(name: str
 
 
 def test_values_that_layers_pass_on_anew_have_the_same_bits() -> None:
-    made, own, inputs = deep("nanogpt", 2), Case.of("nanogpt", layers=4, dropout=0.1), case("nanogpt").inputs(2, 16)
+    made, own, inputs = deep("nanogpt", 2, 3), Case.of("nanogpt", layers=3, dropout=0.1), case("nanogpt").inputs(2, 16)
     again = own.compile(2, sequence_parallel=True, activation_memory_budget=0.0)  # with the passes that come behind
     assert copied_products(made, again) > 0
     assert differing(own.run(again, inputs), own.run(made, inputs)) == []

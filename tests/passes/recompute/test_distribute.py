@@ -16,7 +16,7 @@ from megafx.errors import ConfigError
 
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SPREAD = {**FULL, "distribute_saved_activations": True}
-LAYERS, BATCH, SEQ = 4, 2, 16
+LAYERS, BATCH, SEQ = 3, 2, 16
 
 
 @functools.cache

@@ -89,6 +89,7 @@ def test_the_same_bits_come_back(t: int, sp: bool, options: dict[str, Any]) -> N
     same_bits(run(found), wanted)
 
 
+@pytest.mark.slow
 def test_a_copy_that_loses_something_is_seen() -> None:
     """That the comparison can fail: one value comes back from another one's copy."""
     made, wanted = plain(1)
