@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
-from megafx.capture.caches import is_cache, state_of
+from megafx.capture.caches import is_cache, kept, state_of
 from megafx.capture.program import output_path
 from megafx.capture.quantised import refuse_quantised
 from megafx.checks import simulate
@@ -358,7 +358,7 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
 
     sharded, single = compiled(t), functools.cache(lambda: compiled(1))
     plain = copy.deepcopy(call.model)
-    eager = _eager_outputs(plain, captured, call)
+    eager = _eager_outputs(plain, sharded.program, call)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, call.model, call.args, call.kwargs, loss_inputs=call.loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
@@ -387,18 +387,21 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
     if call.loss_fn is not None:
         output = (call.loss_fn(output, **(call.loss_inputs or {})), output)
     assert program.call is not None
-    user = [o for o in program.outputs if o.kind == "user"]
-    order = [leaf.index for leaf in program.call.out_leaves]
-    returned = [i for i in order if i < 0 or not user[i].written]
-    leaves = [leaf for leaf in pytree.tree_leaves(output, is_leaf=is_cache) if not is_cache(leaf)]
-    if len(leaves) < len(returned):  # caches that the model was asked for, or filled itself (prefix tuning)
+    order = any(o.kind == "order" for o in program.outputs)
+    wanted = program.call.out_leaves[: len(program.call.out_leaves) - order]
+    writes = program.call.state.writes.values()  # what forward leaves in attributes, lists and dicts
+    left = [leaf for write in writes for leaf in write.left(write.place.get_in(plain))]
+    leaves = [leaf for leaf in pytree.tree_leaves(kept(output), is_leaf=is_cache) if not is_cache(leaf)]
+    if len(leaves) + len(left) < len(wanted):  # caches that the model was asked for, or filled itself (prefix tuning)
         states = pytree.tree_map(lambda x: state_of(x) if is_cache(x) else x, output, is_leaf=is_cache)
         leaves = pytree.tree_leaves(states)
-    named = {user[i].name: leaf for i, leaf in zip(returned, leaves, strict=True) if i >= 0}
-    for name, write in program.call.state.writes.items():  # what forward leaves in attributes, lists and dicts
-        for k, leaf in enumerate(write.tensors(write.place.get_in(plain))):
-            named[f"{name}[{k}]" if k else name] = leaf
-    return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+    user = [o for o in program.outputs if o.kind == "user"]
+    named: dict[str, Tensor] = {}
+    for out, leaf in zip(wanted, (*leaves, *left), strict=True):
+        place = out.value[1] if out.number and out.value[0] == "of" else out.index
+        if place >= 0 and (out.number or isinstance(leaf, Tensor)):
+            named.setdefault(user[place].name, leaf if isinstance(leaf, Tensor) else torch.tensor(leaf))
+    return named
 
 
 def types_of_call(call: VerifiedCall) -> Verdict:

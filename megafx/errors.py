@@ -58,6 +58,9 @@ class CaptureError(MegafxError):
     functions: tuple[
         CodeType, ...
     ] = ()  # of those that its forward has called, and that hold the line, the deepest first
+    converts: CodeType | None = (
+        None  # code whose `float()`, `int()` or `bool()` of a tensor failed (capture/conversions.py)
+    )
 
 
 class PlanError(MegafxError):

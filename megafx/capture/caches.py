@@ -26,6 +26,7 @@ Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("o
 
 _GROWING = "cumulative_length"  # prefix of the attributes that count tokens
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, type, Enum)
+_STRUCTURE = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, Enum)
 _WAY_OUT = "generate with a DynamicCache (cache_implementation='dynamic', the default) or with use_cache=False"
 
 
@@ -51,6 +52,31 @@ class Updated:
     output: Any
     caches: tuple[CacheState, ...]
     written: dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """In an output: a value that torch.export takes for none. It is part of the structure."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """In an output: a torch.Size, which would be a tuple."""
+
+    sizes: tuple[Any, ...]
+
+
+def kept(output: Any) -> Any:
+    """An output with what torch.export would refuse in it (dtypes, devices, members of an Enum) as structure."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Size):
+            return Shape(tuple(value))
+        return Kept(value) if isinstance(value, _STRUCTURE) else value
+
+    return pytree.tree_map(one, output, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
 class OutputKey(pytree.GetAttrKey):
@@ -80,6 +106,15 @@ pytree.register_pytree_node(
 )
 pytree.register_pytree_node(
     SameCache, lambda s: ([], s.index), lambda _, index: SameCache(index), flatten_with_keys_fn=lambda s: ([], s.index)
+)
+pytree.register_pytree_node(
+    Kept, lambda k: ([], k.value), lambda _, value: Kept(value), flatten_with_keys_fn=lambda k: ([], k.value)
+)
+pytree.register_pytree_node(
+    Shape,
+    lambda s: ([*s.sizes], None),
+    lambda sizes, _: Shape(tuple(sizes)),
+    flatten_with_keys_fn=lambda s: ([(pytree.SequenceKey(i), n) for i, n in enumerate(s.sizes)], None),
 )
 pytree.register_pytree_node(
     Updated,
@@ -209,9 +244,13 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
     def one(value: Any) -> Any:
         if isinstance(value, SameCache):
             return caches[value.index]
+        if isinstance(value, Kept):
+            return value.value
+        if isinstance(value, Shape):
+            return torch.Size(value.sizes)
         return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
 
-    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache)))
+    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape)))
 
 
 def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:

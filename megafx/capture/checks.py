@@ -10,17 +10,26 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import itertools
 import linecache
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
+import torch
 from torch.fx.experimental.sym_node import SymNode
 
 from megafx.errors import SourceLine
 from megafx.ir.source_lines import current_user_line, is_user_file
 
 _CHECKS_ARGUMENTS = "torch/distributions/"  # its checks of arguments and values are on by default
+_PLUMBING = tuple(
+    os.path.join(os.path.dirname(torch.__file__), name) for name in ("fx", "_sympy", "utils", "__init__.py")
+)
+_PLUMBING += (os.path.dirname(os.path.dirname(__file__)),)
+_MAKE_ZEROS = ("zeros", "new_zeros", "empty", "new_empty")
 _LOGGERS = ("logger", "logging", "warnings", "_logger", "log")
 _ASKS_IN_COMPARE = 16  # bit of COMPARE_OP's argument, from Python 3.13 on
 Place = tuple[int, int, int, int]  # line, end line, column, end column
@@ -62,6 +71,42 @@ def _check_asking() -> tuple[bool, SourceLine] | None:
     return None
 
 
+def only_skips(answer: bool) -> bool:
+    """Whether the code that asks about a number of rows only leaves out work where there are none. answer: where there are any.
+
+    `if rows.numel() == 0: continue` does, as do `if n > 0: y[i] = f(x[i])` and `return x`; another value, or other work, for
+    none does not. torch's own code is taken to.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    if frame is None or not is_user_file(frame.f_code.co_filename):
+        return True
+    place = _asked(frame)
+    for statement in ast.walk(_tree(frame.f_code.co_filename)) if place is not None else ():
+        if isinstance(statement, (ast.If, ast.IfExp)):
+            value = _operand(statement.test, True, place)  # type: ignore[arg-type]  # there is one
+            if value is not None:
+                taken: Any = statement.orelse if value == answer else statement.body  # where there are none
+                return all(map(_does_nothing, taken)) if isinstance(taken, list) else _makes_zeros(taken)
+    return False
+
+
+def _does_nothing(part: ast.AST) -> bool:
+    """Whether a statement or expression is what work on no rows gives: what was there before, or zeros."""
+    if isinstance(part, (ast.Return, ast.Expr)):
+        return part.value is None or _does_nothing(part.value)
+    if isinstance(part, ast.Tuple):
+        return all(map(_does_nothing, part.elts))
+    if isinstance(part, ast.stmt) and is_message(part):
+        return True
+    return isinstance(part, (ast.Continue, ast.Pass, ast.Name, ast.Raise)) or _makes_zeros(part)
+
+
+def _makes_zeros(part: ast.AST) -> bool:
+    return isinstance(part, ast.Call) and getattr(part.func, "attr", "").startswith(_MAKE_ZEROS)
+
+
 def _asked(frame: FrameType) -> Place | None:
     """The position of the expression whose truth the frame's current instruction asks for; None if it asks for none."""
     code, at = frame.f_code.co_code, frame.f_lasti
@@ -86,14 +131,32 @@ def _tree(file: str) -> ast.Module:
 
 def _only_complains(body: list[ast.stmt]) -> bool:
     """Whether the statements at most make a message, and raise, warn of or log it."""
-
-    def logs(statement: ast.stmt) -> bool:
-        called = getattr(getattr(statement, "value", None), "func", None)
-        owner = getattr(called, "value", None)
-        return isinstance(statement, ast.Expr) and isinstance(owner, ast.Name) and owner.id in _LOGGERS
-
     *before, last = body
-    return all(isinstance(s, ast.Assign) or logs(s) for s in before) and (isinstance(last, ast.Raise) or logs(last))
+    complains = isinstance(last, ast.Raise) or is_message(last)
+    return complains and all(isinstance(s, ast.Assign) or is_message(s) for s in before)
+
+
+def _end(part: ast.stmt) -> tuple[int, int]:
+    return part.end_lineno or part.lineno, part.end_col_offset or 0
+
+
+def is_message(statement: ast.stmt) -> bool:
+    """Whether a statement only warns or logs."""
+    called = getattr(getattr(statement, "value", None), "func", None)
+    owner = getattr(called, "value", None)
+    return isinstance(statement, ast.Expr) and isinstance(owner, ast.Name) and owner.id in _LOGGERS
+
+
+def statement_at(frame: FrameType) -> ast.stmt | None:
+    """The innermost statement that a frame runs."""
+    line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if line is None or column is None:
+        return None
+    found: ast.stmt | None = None
+    for each in ast.walk(_tree(frame.f_code.co_filename)):  # a statement is met before those that it holds
+        if isinstance(each, ast.stmt) and (each.lineno, each.col_offset) <= (line, column) < _end(each):
+            found = each
+    return found
 
 
 def _operand(test: ast.expr, wanted: bool, place: Place) -> bool | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from megafx.capture.conversions import original
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import EagerCall, Held, as_node, in_eager_code
@@ -48,7 +49,7 @@ def functions_of(error: BaseException) -> tuple[types.CodeType, ...]:
     ]
     found = []
     for frame in frames[calls[-1] + 1 :] if calls else []:
-        code = frame.f_code
+        code = original(frame.f_code)
         forward = code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
         named = "<" not in code.co_qualname and not code.co_flags & _NOT_PLAIN
         if is_user_file(code.co_filename) and named and not forward:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_functions import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
@@ -59,6 +60,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     made = CaptureError(found, fix=fix, module=module, source=source)
     if by_data:
         made.part, made.functions = called_part(error, model), functions_of(error)
+        made.converts = conversions_of(error)
     made.raised = error if _is_of_the_model(error) else None
     return made
 

@@ -61,6 +61,11 @@ class ExpertLoops(TorchFunctionMode):
         self.gone: dict[int, Tensor] = {}
         self.current: _Iteration | None = None
 
+    def index_of(self, x: Tensor) -> int | None:
+        """The index of the expert whose iteration runs, where a tensor holds it as a number."""
+        found = self.current is not None and id(x) in self.current.names and x.dim() == 0
+        return self.current.index if self.current is not None and found else None
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         over_rows = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0 if func in _UNBINDS else False
@@ -70,8 +75,6 @@ class ExpertLoops(TorchFunctionMode):
         if self.current is not None:
             if func in _NUMBERS and id(args[0]) in self.current.names:
                 return self.current.index
-            if func is Tensor.__format__ and id(args[0]) in self.current.names and args[0].dim() == 0:
-                return format(self.current.index, *args[1:])
             _check_write(func, args, self.current)
             args = _with_number(func, _with_hit(func, args, self.current.hit), self.current)
         result = func(*args, **kwargs)

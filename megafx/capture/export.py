@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
-from megafx.capture.caches import Ordered, Revived, growing_dims, states_for_caches
+from megafx.capture.caches import Ordered, Revived, growing_dims, kept, states_for_caches
 from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
@@ -82,6 +82,7 @@ def capture_call(
     state: Mapping[str, Place] | None = None,
     functions: Sequence[CodeType] = (),
     scaled: bool = False,
+    converting: Sequence[CodeType] = (),
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -97,7 +98,8 @@ def capture_call(
     fixed: names of dims that are constants of the graph. Sizes of 0 and 1 become such by themselves where the model may
     compute something else at them than the graph (small_sizes.py).
     state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
-    functions: code of functions that are one node each (eager_functions.py). scaled: see `Probes`.
+    functions: code of functions that are one node each (eager_functions.py). scaled: see `Probes`. converting: code whose
+    `float(tensor)` is `.item()` (conversions.py).
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -127,7 +129,8 @@ def capture_call(
         dims, followed = named(), Followed(dict(state))
         dims.constant |= fixed
         capture = _Capture(
-            root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed, functions, scaled
+            root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed, functions, scaled,
+            converting,
         )  # fmt: skip
         return capture.run(fixed)
 
@@ -255,11 +258,12 @@ class _Call(nn.Module):
                     with torch.no_grad():  # `self.mean = ...` is written in place, as graphs record it
                         old.copy_(new)
                     module._buffers[name] = old
-            register_dataclasses([output])  # so that export can flatten it
+            while register_dataclasses(pytree.tree_leaves(output)):  # so that export can flatten it
+                pass
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
             _refuse_changes(given)
-            result = caches.result(result, self.trace.tensors)
+            result = kept(caches.result(result, self.trace.tensors))
             if self.order.last is not None:
                 result = Ordered(result, self.order.last)
             self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
@@ -323,6 +327,7 @@ class _Capture:
     followed: Followed
     functions: Sequence[CodeType] = ()
     scaled: bool = False
+    converting: Sequence[CodeType] = ()
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
@@ -466,6 +471,7 @@ class _Capture:
                 self.followed.storing,
                 self.functions,
                 self._values(),
+                self.converting,
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)

@@ -37,7 +37,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture import tensor_hooks
-from megafx.capture.checks import passing_checks
+from megafx.capture.checks import only_skips, passing_checks
+from megafx.capture.conversions import functions_with, limits, with_conversions
 from megafx.capture.eager_functions import LeftFunction, left_functions
 from megafx.capture.functions import (
     APPLY_OF,
@@ -53,6 +54,7 @@ from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layer
 from megafx.capture.program import ROOT
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads, unrepeatable
+from megafx.capture.texts import text_of_number, text_of_tensor
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of
@@ -112,16 +114,20 @@ def replacements(
     reads: Reads | None = None,
     hooks: Sequence[Around] = (),
     functions: Sequence[LeftFunction] = (),
+    converting: Sequence[CodeType] = (),
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
 
     table: list[Replacement] = []
 
-    def asked() -> None:
+    def asked(answer: bool) -> bool:
+        if not only_skips(answer):
+            return False
         source = current_user_line()
         text = "whether there are any rows is taken for granted; where there are none, the graph computes on none"
         note(f"{source}: {text}" if source else text)
+        return True
 
     def unheard(*_: Any, **__: Any) -> None:
         frame: FrameType | None = sys._getframe(2)  # past what makes it this thread's
@@ -168,6 +174,11 @@ def replacements(
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
 
+    why = "a text of a size, a number or a tensor would be that of the trace"
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+        table += [Replacement(kind, name, text_of_number, why) for name in ("__repr__", "__format__")]
+    table += [Replacement(Tensor, name, text_of_tensor, why) for name in ("__repr__", "__format__")]
+
     if any(isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder)) for m in model.modules()):
         why = "whether a mask is causal is asked of its values: attention takes the mask, and describe_masks reads what it is"
         known: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
@@ -190,6 +201,13 @@ def replacements(
 
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in eager]
+
+    why = "a number that is read from a tensor may be 0; sizes are taken to be at least 1"
+    table.append(Replacement(non_strict_utils, "_tensor_min_max", limits, why))
+
+    why = "`float(tensor)` has to be a number, of which a trace has none"
+    for function in dict.fromkeys(f for code in converting for f in functions_with(code)):
+        table.append(Replacement(function, "__code__", with_conversions, why))
 
     why = "a function that decides by data is one node, whatever it is called by: its code is another meanwhile"
     for left in functions:
@@ -347,13 +365,15 @@ def prepared(
     storing: Collection[Hashable] = (),
     functions: Sequence[CodeType] = (),
     probes: Probes | None = None,
+    converting: Sequence[CodeType] = (),
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
     eager: globs of submodules that are one node each. note_eager(topic, text, fqn): called with what they are, and which
     modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
     modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads. functions: code
-    of those that are one node each. probes: real inputs of what stays eager.
+    of those that are one node each. probes: real inputs of what stays eager. converting: code whose conversions of tensors to
+    numbers are traced.
     """
     with _LOCK:
         configs = configs_of(model)
@@ -374,7 +394,7 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            table = replacements(model, note, left, draws, reads, hooks, left_functions(functions, probes))
+            table = replacements(model, note, left, draws, reads, hooks, left_functions(functions, probes), converting)
             with replaced(table), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())

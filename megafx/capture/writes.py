@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
 from megafx.capture.host_numbers import HostNumber
@@ -28,36 +29,29 @@ from megafx.ir.python_state import ABSENT, NAMESPACES, NUMBERS, PLAIN, Place, pa
 
 @dataclass(eq=False)
 class Write:
-    """Something that forward left at a place. leaves: of its value; None represents a tensor, a function a host number.
+    """Something that forward left at a place. leaves: of its value; None represents what leaves the graph (a tensor, or a
+    number of its data), a function a host number.
 
-    numbers: position -> what makes a number of the tensor that it left the graph as.
     grows: the value is a list of items that forward appended. refills: the list was cleared before.
     """
 
     place: Place
     spec: pytree.TreeSpec
     leaves: list[Any]
-    numbers: dict[int, Callable[[Tensor], int | float]]
     grows: bool = False
     refills: bool = False
 
-    def values(self, tensors: list[Tensor]) -> Any:
-        """The value, from the tensors of a call."""
-        given = iter(tensors)
-        leaves = []
-        for i, leaf in enumerate(self.leaves):
-            if leaf is None:
-                tensor = next(given)
-                leaves.append(self.numbers[i](tensor) if i in self.numbers else tensor)
-            else:
-                leaves.append(leaf[0]())
+    def values(self, left: list[Any]) -> Any:
+        """The value, from what left the graph in a call."""
+        given = iter(left)
+        leaves = [next(given) if leaf is None else leaf[0]() for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def tensors(self, value: Any) -> list[Tensor]:
-        """The reverse of `values`: the tensors of what is at the place after a call in eager mode."""
+    def left(self, value: Any) -> list[Any]:
+        """The reverse of `values`, of what is at the place after a call in eager mode."""
         value = [*value][-self.spec.num_children :] if self.grows else value
-        pairs = enumerate(zip(self.leaves, pytree.tree_leaves(value), strict=True))
-        return [leaf for i, (kept, leaf) in pairs if kept is None and i not in self.numbers]
+        pairs = zip(self.leaves, pytree.tree_leaves(value), strict=True)
+        return [leaf for kept, leaf in pairs if kept is None]
 
     def give(self, value: Any) -> None:
         if self.grows or self.refills:
@@ -127,17 +121,17 @@ class Writes:
 
     # -- after forward
 
-    def finish(self) -> dict[str, list[Tensor]]:
-        """Find what was written. Returns the tensors of each write by its name."""
-        tensors: dict[str, list[Tensor]] = {}
+    def finish(self) -> dict[str, list[Any]]:
+        """Find what was written. Returns by its name what of each write leaves the graph."""
+        left: dict[str, list[Any]] = {}
         for place, new, grows in [*self._changes()]:
             if place.name in self.found:
                 raise self._unfollowed(place, new)
             write, given = self._write(place, new, grows)
             write.refills = isinstance(held := place.get(), GrowingList) and held.cleared
             self.found[place.name] = write
-            tensors[place.name] = given
-        return tensors
+            left[place.name] = given
+        return left
 
     def _changes(self) -> Iterator[tuple[Place, Any, bool]]:
         self.compared: set[int] = set()  # containers: one may be at several places
@@ -221,26 +215,17 @@ class Writes:
         elif value != old:
             raise self._unfollowed(place, value)
 
-    def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Tensor]]:
+    def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Any]]:
         key = id(place.holder), place.key
         register_dataclasses([new])
         leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new)
         kept: list[Any] = []
-        tensors: list[Tensor] = []
-        numbers: dict[int, Callable[[Tensor], int | float]] = {}
-        for i, leaf in enumerate(leaves):
+        left: list[Any] = []
+        for leaf in leaves:
             compute = leaf.compute if isinstance(leaf, HostNumber) else None
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, (Tensor, *SymTypes)):  # a size, or `loss.item()`
                 kept.append(None)
-                tensors.append(leaf)
-            elif isinstance(leaf, torch.SymInt):
-                numbers[i] = lambda tensor: tensor.shape[0]
-                kept.append(None)
-                tensors.append(torch.empty((leaf, 0), dtype=torch.uint8))
-            elif isinstance(leaf, torch.SymFloat):  # `loss.item()`
-                numbers[i] = lambda tensor: float(tensor)
-                kept.append(None)
-                tensors.append(torch.scalar_tensor(leaf, dtype=torch.float64))  # type: ignore[arg-type]  # a number of the trace
+                left.append(leaf)
             elif compute is not None:
                 kept.append((compute,))
             elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):
@@ -250,7 +235,7 @@ class Writes:
                     self.counters[place.name] = place
             else:
                 raise self._unfollowed(place, leaf)
-        return Write(place, spec, kept, numbers, grows), tensors
+        return Write(place, spec, kept, grows), left
 
     def restore(self) -> None:
         """Put back what was there before forward. (prepare.py does so for buffers.)"""

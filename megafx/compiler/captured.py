@@ -45,6 +45,7 @@ class Uncaptured:
         self.reasons: dict[str, CaptureError] = {}
         self.functions: dict[CodeType, CaptureError] = {}  # code of functions that are left eager
         self.refused: set[CodeType] = set()  # and of those that cannot be
+        self.converting: dict[CodeType, None] = {}  # code whose `float(tensor)` is `.item()`
         self.scaled = False  # see `Probes` of ops/eager_probes.py
 
     @property
@@ -59,6 +60,7 @@ class Uncaptured:
         while True:
             try:
                 options |= {"eager": self.eager, "functions": tuple(self.functions), "scaled": self.scaled}
+                options["converting"] = tuple(self.converting)
                 program = capture_call(self.model, *args, **options)
                 _refuse_what_canonicalize_does(program)
                 break
@@ -66,7 +68,7 @@ class Uncaptured:
                 self.functions.pop(error.code, None)
                 self.refused.add(error.code)
             except MegafxError as error:
-                if isinstance(error, CaptureError) and self._leaves(error, part):
+                if isinstance(error, CaptureError) and (self._converts(error) or self._leaves(error, part)):
                     continue
                 new, self.reasons, self.functions = self.reasons, before, functions
                 inside = [n for n in new if n not in before and f"{error.module or ''}.".startswith(f"{n}.")]
@@ -81,6 +83,15 @@ class Uncaptured:
         for code, found in self.functions.items():
             self._note(program, code.co_qualname, found)
         return program
+
+    def _converts(self, error: CaptureError) -> bool:
+        """Whether one more code is traced with `float`, `int` and `bool` of tensors as `.item()`."""
+        code = error.converts
+        if code is None or code in self.converting:
+            return False
+        error.__traceback__ = error.__context__ = None  # it holds all that was traced
+        self.converting[code] = None
+        return True
 
     def _leaves(self, error: CaptureError, part: str) -> bool:
         """Whether one more module is left eager for this error. part: the submodule that is captured instead of the model."""

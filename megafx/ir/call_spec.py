@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -30,12 +32,41 @@ class Leaf:
     value: Any = None
 
 
+# What Python computes of numbers, by name.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{n}": f for n, f in vars(operator).items() if callable(f) and not n.startswith("_")},
+    **{f"builtins.{f.__name__}": f for f in (abs, pow, round, divmod)},
+    **{f"math.{n}": f for n, f in vars(math).items() if callable(f)},
+    **{f"torch.{n}": f for n, f in vars(torch).items() if n.startswith(("sym_", "_sym_")) and callable(f)},
+}
+FUNCTION_NAMES = {function: name for name, function in FUNCTIONS.items()}
+
+
 @dataclass(frozen=True)
 class OutputLeaf:
-    """One leaf of the model's output: element `index` of the graph's user outputs, or (index < 0) the constant `value`."""
+    """One leaf of the model's output: element `index` of the graph's user outputs, or (index < 0) the constant `value`.
+
+    number: the value says how a number of tensors' data is computed: ("of", index of the user output that holds it),
+    ("is", constant) or ("call", name of a function in FUNCTIONS, of such, ...).
+    """
 
     index: int
     value: Any = None
+    number: bool = False
+
+    def of(self, outputs: Sequence[Any]) -> Any:
+        """The leaf, from the graph's user outputs."""
+        if self.index >= 0:
+            return outputs[self.index]
+        return _number(self.value, outputs) if self.number else self.value
+
+
+def _number(form: tuple[Any, ...], outputs: Sequence[Any]) -> Any:
+    kind, *rest = form
+    if kind == "of":
+        value = outputs[rest[0]]
+        return value.item() if isinstance(value, torch.Tensor) else value
+    return rest[0] if kind == "is" else FUNCTIONS[rest[0]](*(_number(each, outputs) for each in rest[1:]))
 
 
 def call_tree(
@@ -223,8 +254,7 @@ class CallSpec:
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
         """The model's output from the graph's user outputs."""
-        leaves = [outputs[leaf.index] if leaf.index >= 0 else leaf.value for leaf in self.out_leaves]
-        return pytree.tree_unflatten(leaves, self.out_spec)
+        return pytree.tree_unflatten([leaf.of(outputs) for leaf in self.out_leaves], self.out_spec)
 
 
 def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:

@@ -41,7 +41,7 @@ class DataShapeEnv(ShapeEnv):
     """A ShapeEnv that knows sizes decided by data by name, and assumes while tracing that there are rows.
 
     Code that asks (`if rows.numel() == 0: continue`) skips work on no rows. That work changes nothing if done on no rows, so a
-    graph without the branch computes the same. asked: called at each branch decided by that assumption.
+    graph without the branch computes the same. asked(answer): called at each branch that this would decide; whether it may.
 
     decided: conditions on sizes that hold in the trace and that the model's code asked about, in order. Those that hold for
     all sizes of at least 2 are in it too, for which ShapeEnv makes no guard.
@@ -50,9 +50,10 @@ class DataShapeEnv(ShapeEnv):
     model_runs: ClassVar[bool] = False  # one thread traces at a time
     latest: ClassVar[DataShapeEnv | None] = None
 
-    def __init__(self, asked: Callable[[], None] = lambda: None, **options: Any) -> None:
+    def __init__(self, asked: Callable[[bool], bool] = lambda answer: True, **options: Any) -> None:
         super().__init__(**options)
         self.asked = asked
+        self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
@@ -204,9 +205,9 @@ class DataShapeEnv(ShapeEnv):
             return answer
         except GuardOnDataDependentSymNode:
             answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
-            if answer is None:
+            if answer is None or not self.asked(answer):
                 raise
-            self.asked()
+            self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
 
     def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own

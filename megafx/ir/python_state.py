@@ -209,9 +209,11 @@ class Writable(Protocol):
 
     place: Place
 
-    def values(self, tensors: list[torch.Tensor]) -> Any: ...
+    leaves: list[Any]
 
-    def tensors(self, value: Any) -> list[torch.Tensor]: ...
+    def values(self, left: list[Any]) -> Any: ...
+
+    def left(self, value: Any) -> list[Any]: ...
 
     def give(self, value: Any) -> None: ...
 
@@ -325,7 +327,7 @@ class PythonState:
         """Of the inputs, now."""
         return {name: place.get() for name, place in self.inputs.items()}
 
-    def give(self, written: Mapping[str, list[torch.Tensor]]) -> None:
+    def give(self, written: Mapping[str, list[Any]]) -> None:
         """Leave behind what forward would have. Numbers follow from what was there before, so all are computed first."""
         values = [(write, write.values(written.get(name, []))) for name, write in self.writes.items()]
         for write, value in values:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import Updated
+from megafx.capture.caches import Updated, kept
 from megafx.distributed.parameters import Slot
 from megafx.distributed.tensor_whole import Part
 from megafx.errors import UsageError
@@ -75,8 +75,8 @@ class EagerCall:
             _state(state, dict(zip(state.inputs, given[own:], strict=True))),
         ):
             output = self.eager(call)
-            written = {name: write.tensors(write.place.get()) for name, write in state.writes.items()}
-        leaves = pytree.tree_leaves(Updated(output, (), written) if written else output)
+            written = {name: write.left(write.place.get()) for name, write in state.writes.items()}
+        leaves = pytree.tree_leaves(kept(Updated(output, (), written) if written else output))
         made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
         pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
         wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, given[place[x]]) for x in self.wrt]

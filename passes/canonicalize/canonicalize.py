@@ -17,7 +17,7 @@ from torch import fx
 
 from megafx.analysis.reached import find_reached
 from megafx.ir.program import Phase, Program, active_nodes
-from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, random, sizes, views
+from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
@@ -77,6 +77,7 @@ def canonicalize_program(program: Program) -> int:
     editor = Editor(program)
     changes = bodies.inline_bodies(editor)
     changes += names.erase_asserts(editor)
+    changes += numbers.numbers_behind_the_graph(editor)
     changes += sizes.name_sizes_of_data(editor)
     changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)

@@ -58,7 +58,7 @@ def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:
 
 @on("scalar_tensor")
 def scalar_of_a_scalar(editor: Editor, node: fx.Node) -> bool:
-    """A number that was read from a tensor becomes one again: `self.last = loss.item()`."""
+    """A number that was read from a tensor becomes one again: `torch.tensor(loss.item())`."""
     number = node.args[0]
     if not isinstance(number, fx.Node) or getattr(number.target, "overloadpacket", None) != aten.item:
         return False

@@ -33,6 +33,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -58,6 +59,15 @@ _CHOICES = aten_ops("topk sort sort.stable max.dim")  # of several results
 _ORDERS = aten_ops("argmax argsort argsort.stable")
 _FAR = 64  # values looked at behind a mask: it is an estimate
 _NUMBERS = aten_ops("item _local_scalar_dense")  # refused later
+_OF_SOME_ROWS = aten_ops(
+    "mean mean.dim var var.dim var.correction std std.dim std.correction var_mean var_mean.dim var_mean.correction std_mean "
+    "std_mean.dim std_mean.correction amax amin aminmax max max.dim min min.dim median median.dim argmax argmin logsumexp"
+)
+_LOSSES = aten_ops(
+    "cross_entropy_loss nll_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
+    "binary_cross_entropy_with_logits soft_margin_loss hinge_embedding_loss margin_ranking_loss cosine_embedding_loss"
+)
+_DIVISIONS = aten_ops("div.Tensor div.Scalar div_.Tensor div_.Scalar")
 _REPEATS = (aten.repeat_interleave.self_Tensor, aten.repeat_interleave.Tensor)
 _PARTS = aten_ops("where nonzero_numpy")
 _WHOLES = aten_ops("nonzero argwhere")
@@ -71,6 +81,7 @@ def name_sizes_of_data(editor: Editor) -> int:
         return 0
     nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
     makers = _makers(nodes, env)
+    _refuse_means_of_none(nodes, env)
     selecting = _Selecting(editor, env, makers)
     for node in nodes:
         if node.target is aten.slice.Tensor:
@@ -86,6 +97,35 @@ def name_sizes_of_data(editor: Editor) -> int:
         editor.know_sizes()
         _price(editor, env)
     return count
+
+
+def _refuse_means_of_none(nodes: list[fx.Node], env: DataShapeEnv) -> None:
+    """Where code skips work on no rows, the graph does that work: what is NaN or an error of no rows is not left out."""
+    asked = {s for symbol in env.asked_for for s in env.replace(symbol).free_symbols}
+    if not asked:
+        return
+
+    def about(value: Any) -> set[sympy.Symbol]:
+        parts = pytree.tree_leaves(value)
+        sizes = [
+            n for x in parts for n in (x.shape if isinstance(x, torch.Tensor) else (x,)) if isinstance(n, SymTypes)
+        ]
+        return {s for n in sizes for s in env.replace(n.node.expr).free_symbols} & asked
+
+    for node in nodes:
+        tensors = [n.meta[VAL] for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+        by = node.args[1] if node.target in _DIVISIONS else None
+        none = (
+            about(by.meta.get(VAL))
+            if isinstance(by, fx.Node) and not isinstance(by.meta.get(VAL), torch.Tensor)
+            else set()
+        )
+        if node.target in _OF_SOME_ROWS or (node.target in _LOSSES and argument(node, "reduction") in (None, 1)):
+            none |= about(tensors) - about(node.meta.get(VAL))
+        if none:
+            found = f"code asks whether there are any rows, and {node.target} of none is no number: the graph would compute it"
+            fix = or_leave_eager("compute sums, and divide by `max(count, 1)`", fqn_of(node))
+            raise in_part(CaptureError(found, fix=fix, **located(node)))
 
 
 def _makers(nodes: list[fx.Node], env: DataShapeEnv) -> dict[fx.Node, list[sympy.Symbol]]:

@@ -78,6 +78,13 @@ def eager(fn: Callable[..., Any]) -> None:
     works(fn, Config(tensor_model_parallel_size=1, cache=False, eager_modules=["block"]))
 
 
+def _with_chosen(y: Tensor, of_rows: Callable[[Tensor], Tensor]) -> Tensor:
+    rows, total = y[y.sum(-1) > 0], y.sum()
+    if rows.shape[0] > 0:
+        total = total + of_rows(rows)
+    return total
+
+
 DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "a branch": (
         "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
@@ -88,6 +95,16 @@ DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
         lambda m, x: m.lin(x) * x.max().item(),
         lambda m, x: m.lin(x) * x.max(),
+    ),
+    "a text": (
+        "<what> becomes a text while the model is captured, when it has no value",
+        lambda m, x: m.lin(x) if f"{x.sum().item():.3f}" else x,
+        lambda m, x: m.lin(x),
+    ),
+    "a mean of none": (
+        "code asks whether there are any rows, and <target> of none is no number: the graph would compute it",
+        lambda m, x: _with_chosen(m.lin(x), lambda rows: rows.mean()),
+        lambda m, x: _with_chosen(m.lin(x), lambda rows: rows.sum() / max(rows.shape[0], 1)),
     ),
     "vmap": (
         "torch.vmap inside of the model",

@@ -1,4 +1,5 @@
-"""Covers: passes/canonicalize/sizes.py. A number that is read from a tensor, and the check of what the trace relies on."""
+"""Covers: passes/canonicalize/sizes.py and numbers.py. A number that is read from a tensor, and the check of what the trace
+relies on; numbers that only leave the graph."""
 
 from __future__ import annotations
 
@@ -36,6 +37,22 @@ def test_no_number_leaves_the_graph_as_it_is() -> None:
     program = capture_call(Whole(), (torch.randn(3, 5), torch.tensor(4)))
     canonicalize_program(program)
     assert [o.kind for o in program.outputs] == ["user"] and "length" not in text(program)
+
+
+class Logged(nn.Module):
+    def forward(self, x: Tensor, count: Tensor) -> tuple[Tensor, float, int]:
+        total = x.sum()
+        return total, total.item() / 2, count.item()
+
+
+def test_numbers_of_outputs_are_computed_behind_the_graph() -> None:
+    call = (torch.randn(3, 5), torch.tensor(-4))
+    program = capture_call(Logged(), call)
+    canonicalize_program(program)
+    found = [line.split("#")[0].strip() for line in text(program).splitlines()]
+    assert found == ["%0 = args[0]", "%1 = args[1]", "%2 = sum(%0)", "%3 = detach(%2)", "return %2, %3, %1"], found
+    assert program.call is not None
+    assert program.call.unflatten([call[0].sum(), call[0].sum(), call[1]]) == Logged()(*call)
 
 
 EXPECTED = [

@@ -1,0 +1,147 @@
+"""`float(x.norm())`, `int(mask.sum())`, `bool(found.any())`: numbers of a tensor's data, as `.item()` reads them.
+
+Python wants a number of these calls, and a trace has none. Where one fails, the model is traced once more with other code for
+that function: the same, but for the names `float`, `int` and `bool` where it calls them. What they give of traced tensors is
+what `.item()` gives: it may leave the graph or be a size of it, and a decision by it is an error.
+
+torch.export has a `max` and a `min` of its own while it traces. Of numbers of data these are `limits`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import gc
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import SymTypes
+
+from megafx.ir.source_lines import is_user_file
+
+_NAMES = ("float", "int", "bool")
+_LOAD, _CONSTANT, _NULL, _NOP = (dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_CONST", "PUSH_NULL", "NOP"))
+
+
+def conversions_of(error: BaseException) -> types.CodeType | None:
+    """The code on the error's stack that calls one of the names on the line that failed: the user's deepest."""
+    seen: BaseException | None = error
+    while seen is not None:
+        for frame, line in reversed([*traceback.walk_tb(seen.__traceback__)]):
+            if is_user_file(frame.f_code.co_filename):
+                code = original(frame.f_code)
+                named = any(step.positions is not None and step.positions.lineno == line for step, _ in _calls(code))
+                return code if named else None
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _calls(code: types.CodeType) -> Iterator[tuple[dis.Instruction, str]]:
+    """Where code loads one of the names to call it."""
+    for step in dis.get_instructions(code):
+        if step.opcode == _LOAD and step.arg is not None and step.arg & 1 and step.argval in _NAMES:
+            yield step, step.argval
+
+
+def functions_with(code: types.CodeType) -> list[types.FunctionType]:
+    """Functions that have this code, or make functions that have it (a comprehension, a lambda)."""
+    found: list[types.FunctionType] = []
+    for holder in gc.get_referrers(code):
+        if isinstance(holder, types.FunctionType) and holder.__code__ is code:
+            found.append(holder)
+        elif type(holder) is tuple:
+            outer = [x for x in gc.get_referrers(holder) if isinstance(x, types.CodeType) and x.co_consts is holder]
+            found += [function for each in outer for function in functions_with(each)]
+    return found
+
+
+def original(code: types.CodeType) -> types.CodeType:
+    """The code that `with_conversions` has made this of."""
+    return _MADE_OF.get(code, code)
+
+
+def with_conversions(code: types.CodeType) -> types.CodeType:
+    """The code with conversions of traced numbers in place of Python's."""
+    made = next((new for new, old in _MADE_OF.items() if old is code), None) or _with_conversions(code)
+    _MADE_OF[made] = code
+    return made
+
+
+def _with_conversions(code: types.CodeType) -> types.CodeType:
+    constants = [with_conversions(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+    text = bytearray(code.co_code)
+    for step, name in _calls(code):
+        if len(constants) > 255:  # no room for it: the error stays
+            break
+        load = [_CONSTANT, len(constants)]
+        constants.append(_CONVERSIONS[name])
+        end = step.offset + 2 + 2 * _caches(_LOAD)
+        start = step.offset - (2 if step.arg is not None and step.arg > 255 else 0)
+        # The callable is behind the NULL up to Python 3.12, and before it later.
+        new = [_NULL, 0, *load] if sys.version_info < (3, 13) else [*load, _NULL, 0]
+        text[start:end] = bytes([*new, *([_NOP, 0] * ((end - start - len(new)) // 2))])
+    return code.replace(co_code=bytes(text), co_consts=tuple(constants))
+
+
+def _caches(opcode: int) -> int:
+    return dis._inline_cache_entries[opcode]  # type: ignore[attr-defined]  # no public name has it in Python 3.11
+
+
+def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a conversion gives in a trace."""
+    value = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(value, FakeTensor):
+        value = value.item()
+    if not _of_data(value):
+        return getattr(builtins, name)(*args, **kwargs)
+    if name == "bool":
+        return value if isinstance(value, torch.SymBool) else value != 0
+    if isinstance(value, torch.SymBool):
+        value = torch.sym_ite(value, 1, 0)
+    return torch.sym_float(value) if name == "float" else torch.sym_int(value)
+
+
+def limits(old: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.export's `_tensor_min_max`, also for numbers of data."""
+
+    def of(*args: Any, tensor_callable: Any, **kwargs: Any) -> Any:
+        among = args if len(args) > 1 else [*args[0]] if args and isinstance(args[0], (list, tuple)) else []
+        if (
+            {*kwargs} > {"real_callable"}
+            or not any(map(_of_data, among))
+            or any(isinstance(x, torch.Tensor) for x in among)
+        ):
+            return old(*args, tensor_callable=tensor_callable, **kwargs)
+        of_sizes = torch.sym_max if tensor_callable is torch.maximum else torch.sym_min
+
+        def two(a: Any, b: Any) -> Any:
+            if _whole(a) and _whole(b):
+                return _limited(a, b, tensor_callable)
+            return of_sizes(a, b)
+
+        return functools.reduce(two, among)
+
+    return of
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _limited(a: Any, b: Any, limit: Callable[..., Any]) -> Any:
+    """Of two whole numbers, by a tensor: among sizes, which are taken to be at least 1, `max(n, 1)` would be n."""
+    return limit(*(torch.scalar_tensor(x, dtype=torch.int64) for x in (a, b))).item()
+
+
+_CONVERSIONS = {name: functools.partial(_converted, name) for name in _NAMES}
+_MADE_OF: dict[types.CodeType, types.CodeType] = {}
+
+
+def _of_data(value: Any) -> bool:
+    return isinstance(value, SymTypes) and not value.node.has_hint()

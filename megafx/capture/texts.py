@@ -1,0 +1,80 @@
+"""Texts of what a trace has no value for: `f"{loss.item():.3f}"`, `str(x.shape)`, `f"layer_{n}"`.
+
+Torch prints a size of a trace as `s27`, and a number of a tensor's data as `zuf0`. In code of the user's, such a text would be
+kept for ever. There the text of a size is that of its value, for which there is one graph each; of numbers and tensors there is
+none. Statements that only print or log are left as they are: they do nothing in a trace.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+
+from megafx.capture.checks import is_message, statement_at
+from megafx.capture.expert_loops import ExpertLoops
+from megafx.errors import CaptureError, or_leave_eager
+from megafx.ir.source_lines import is_user_file, line_of
+
+_DEPTH = 2  # of the frame that asks: behind what makes a replacement this thread's
+
+
+def _asking() -> FrameType | None:
+    """The user's frame that asks for a text, unless that is for a message that nobody sees."""
+    frame: FrameType | None = sys._getframe(_DEPTH + 1)
+    if frame is None or not is_user_file(frame.f_code.co_filename):
+        return None
+    statement = statement_at(frame)
+    return None if statement is not None and _says(statement) else frame
+
+
+def _says(statement: ast.stmt) -> bool:
+    called = getattr(getattr(statement, "value", None), "func", None)
+    printed = isinstance(statement, ast.Expr) and isinstance(called, ast.Name) and called.id == "print"
+    return printed or is_message(statement) or isinstance(statement, (ast.Raise, ast.Assert))
+
+
+def _refused(what: str, frame: FrameType) -> CaptureError:
+    return CaptureError(
+        f"{what} becomes a text while the model is captured, when it has no value",
+        source=line_of(frame),
+        fix=or_leave_eager("return the value, and make the text of it in your loop", None),
+    )
+
+
+def text_of_number(old: Callable[..., str]) -> Callable[..., str]:
+    """A `__repr__` or `__format__` of SymInt, SymFloat or SymBool."""
+
+    def text(self: Any, *spec: str) -> str:
+        frame = _asking()
+        if frame is None:
+            return "?" if spec and spec[0] else old(self, *spec)
+        if not self.node.has_hint():
+            raise _refused("a number of a tensor's data", frame)
+        value = int(self) if isinstance(self, torch.SymInt) else self.node.guard_bool("", 0)
+        return format(value, *spec) if spec else repr(value)
+
+    return text
+
+
+def text_of_tensor(old: Callable[..., str]) -> Callable[..., str]:
+    """A `__repr__` or `__format__` of tensors."""
+
+    def text(self: Any, *spec: Any, **kwargs: Any) -> str:
+        frame = _asking() if isinstance(self, FakeTensor) else None
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, ExpertLoops) and (index := mode.index_of(self)) is not None:
+                return format(index, *spec)
+        if frame is not None:
+            raise _refused("a tensor", frame)
+        if isinstance(self, FakeTensor) and spec and spec[0]:
+            return "?"
+        return old(self, *spec, **kwargs)
+
+    return text
