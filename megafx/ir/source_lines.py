@@ -17,6 +17,7 @@ from megafx.errors import SourceLine
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # Frames of the machinery, never of the user: torch, megafx's own wrappers, and transformers' decorators round `forward`.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_EXPORT = os.path.join(_TORCH, "export", "_trace.py")
 _MEGAFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAPPERS = ("torch/", _TORCH, _MEGAFX, "<")
 _WRAPPER_ENDS = (
@@ -44,13 +45,27 @@ def current_user_line() -> SourceLine | None:
 
 def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:
     """The line that a frame runs, where it is the user's; walk: else that of the nearest frame above that is."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            return SourceLine(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
-        if not walk:
-            return None
-        frame = frame.f_back
+    found = user_frame(frame, walk)
+    if found is None:
+        return None
+    file = found.f_code.co_filename
+    return SourceLine(file, found.f_lineno, linecache.getline(file, found.f_lineno).strip())
+
+
+def trace_of(frame: FrameType | None) -> str | None:
+    """A stack trace of the one line that `source_of_trace` looks for in a trace of all frames."""
+    found = user_frame(frame)
+    if found is None:
+        return None
+    return f'File "{found.f_code.co_filename}", line {found.f_lineno}, in {found.f_code.co_name}'
+
+
+def user_frame(frame: FrameType | None, walk: bool = True) -> FrameType | None:
+    """The nearest frame of the user at or above this one, below the call of torch.export: its callers are not the model."""
+    while frame is not None and frame.f_code.co_filename != _EXPORT:
+        if is_user_file(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back if walk else None
     return None
 
 
