@@ -59,7 +59,7 @@ from megafx.capture.reads import Reads, unrepeatable
 from megafx.capture.texts import text_of_number, text_of_tensor
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_user_file, line_of, trace_of
+from megafx.ir.source_lines import current_user_line, is_user_file, line_of, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -302,7 +302,7 @@ def _with_user_line(old: Callable[..., Node]) -> Callable[..., Node]:
         finally:
             self.record_stack_traces = records
         if records and not node.stack_trace:
-            node.stack_trace = trace_of(sys._getframe(1))
+            node.stack_trace = trace_of_forward(sys._getframe(1))
         return node
 
     return create_node

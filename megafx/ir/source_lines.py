@@ -45,27 +45,24 @@ def current_user_line() -> SourceLine | None:
 
 def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:
     """The line that a frame runs, where it is the user's; walk: else that of the nearest frame above that is."""
-    found = user_frame(frame, walk)
-    if found is None:
-        return None
-    file = found.f_code.co_filename
-    return SourceLine(file, found.f_lineno, linecache.getline(file, found.f_lineno).strip())
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return SourceLine(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        if not walk:
+            return None
+        frame = frame.f_back
+    return None
 
 
-def trace_of(frame: FrameType | None) -> str | None:
-    """A stack trace of the one line that `source_of_trace` looks for in a trace of all frames."""
-    found = user_frame(frame)
-    if found is None:
-        return None
-    return f'File "{found.f_code.co_filename}", line {found.f_lineno}, in {found.f_code.co_name}'
-
-
-def user_frame(frame: FrameType | None, walk: bool = True) -> FrameType | None:
-    """The nearest frame of the user at or above this one, below the call of torch.export: its callers are not the model."""
+def trace_of_forward(frame: FrameType | None) -> str | None:
+    """The stack trace that torch.export records of a node, cut to the line that `source_of_trace` looks for in it: that of
+    the user's nearest `forward`, below the call of torch.export, whose callers are not the model."""
     while frame is not None and frame.f_code.co_filename != _EXPORT:
-        if is_user_file(frame.f_code.co_filename):
-            return frame
-        frame = frame.f_back if walk else None
+        code = frame.f_code
+        if code.co_name == "forward" and is_user_file(code.co_filename):
+            return f'File "{code.co_filename}", line {frame.f_lineno}, in forward'
+        frame = frame.f_back
     return None
 
 
