@@ -97,6 +97,12 @@ class EagerCall:
         assert module is not None, f"the model that '{self.fqn}' belongs to is gone"
         return module
 
+    @property
+    def what(self) -> str:
+        """What is run, in words."""
+        name = self.function.__name__ if self.function is not None else None
+        return f"the function {name} stays eager" if name else f"the module '{self.fqn}' stays eager"
+
     def refuse(self, result: str, traced: str) -> UsageError:
         """The error for a result that is not what the graph was made for."""
         return UsageError(

@@ -28,6 +28,7 @@ from megafx.ir.call_spec import ambient_autocast
 from megafx.ops.eager_call import Constant, DataSize, EagerCall, ResultSize, Size, as_node, differentiable, size_leaf
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
+_KINDS_OF_DATA = 4  # of `made_up`
 MADE_UP_INPUTS = "code that stays eager is run on made-up inputs, to learn the sizes of its results"
 
 
@@ -186,23 +187,20 @@ def probed(
     state = torch.get_rng_state()
     try:
         real = [] if probes is None else [*probes.runs(tensors)]
-        given = real or [(made_up(tensors, sizes, data), ()) for data in (0, 1) for sizes in MADE_UP]
         runs, fixed = [], []
-        for number, (values, theirs) in enumerate(given):
+        for number, (values, theirs) in enumerate(real):
             try:
-                runs.append((values, *_run(call, values, buffers, bool(real))))
+                runs.append((values, *_run(call, values, buffers, True)))
                 fixed.append(theirs)
             except MegafxError:
                 raise
-            except Exception:  # other numbers may be none that the code takes; the first runs say enough then
-                if number == 0 or (not real and number < len(MADE_UP)):
+            except Exception:  # other numbers may be none that the code takes; the first run says enough then
+                if number == 0:
                     raise
-                if not real:
-                    break
+        if not real:
+            runs = _on_made_up(call, tensors, buffers)
     finally:
         torch.set_rng_state(state)
-    if not real and len(runs) < 2 * len(MADE_UP):
-        runs = runs[: len(MADE_UP)]
     spec, count = runs[0][2], itertools.count()
     if any(other != spec for _, _, other, _ in runs):
         what = "a module that is left eager returns another structure for other inputs"
@@ -235,6 +233,25 @@ def probed(
         random=any(drawn for *_, drawn in runs),
         on_host=tuple(on_host),
     )
+
+
+def _on_made_up(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) -> list[Any]:
+    """The runs on the first two sets of made-up data that the code takes, each in two sets of sizes."""
+    runs: list[Any] = []
+    refused: Exception | None = None
+    for data in range(_KINDS_OF_DATA):
+        try:
+            each = [made_up(tensors, sizes, data) for sizes in MADE_UP]
+            runs += [(values, *_run(call, values, buffers, False)) for values in each]
+        except MegafxError:
+            raise
+        except Exception as error:  # whatever the code raises of such data, it may take others
+            refused = refused or error
+        if len(runs) == 2 * len(MADE_UP):
+            break
+    if not runs and refused is not None:
+        raise refused
+    return runs
 
 
 def _run(
@@ -278,7 +295,7 @@ def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor], re
 
 def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0) -> list[Tensor]:
     """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True. data: 1 for
-    other numbers, indices of 0 and 1, and truth values of both kinds."""
+    other numbers, indices of 0 and 1, and truth values of both kinds; 2 and 3 for numbers above and below 0."""
     symbols: dict[sympy.Symbol, int] = {}
     made = []
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
@@ -295,7 +312,8 @@ def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0) ->
                     shape.append(int(size))
             if tensor.dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(tensor.dtype)
-            elif data:
+                value = value if data < 2 else value.abs() if data == 2 else -value.abs()
+            elif data == 1:
                 value = torch.randint(0, 2, shape, generator=generator).to(tensor.dtype)
             else:
                 value = torch.full(shape, int(tensor.dtype == torch.bool), dtype=tensor.dtype)

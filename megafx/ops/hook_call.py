@@ -8,6 +8,7 @@ order of `nn.Module.__call__`; so one that is added to others of its kind needs 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 import warnings
@@ -51,6 +52,14 @@ def identity(hook: Any) -> Hashable:
         return _Same(hook)
     cells = tuple(map(_Same, function.__closure__ or ()))
     return function.__code__, cells, None if hook is function else _Same(hook.__self__)
+
+
+def _name(hook: Any) -> str:
+    """The function of a hook, with its file and line."""
+    function = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,13 @@ class HookCall(EagerCall):
     segment: int = 0
     last: bool = True
     always: bool = False
+
+    @property
+    def what(self) -> str:
+        tables = ["_forward_pre_hooks"] if self.before else ["_forward_hooks"]
+        tables += ["_backward_hooks", "_backward_pre_hooks"]
+        names = [_name(hook) for table in tables for _, hook in self.entries(table)]
+        return f"the module '{self.fqn}' has the hook{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
     def run(self, tensors: Sequence[Tensor], buffers: Any = None) -> Any:
         values = iter(tensors)

@@ -74,6 +74,7 @@ from megafx.runtime.keys import (
     transform_around,
 )
 from megafx.runtime.program_cache import Situation, tell
+from megafx.weights.whole import whole_parameters
 
 
 def refuse_tangents(named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -286,7 +287,7 @@ class Runtime:
             raised = self._raised_by_the_model(call, error)
             if raised is None:
                 raise
-            raise in_users_code(raised) from None
+            raise in_users_code(self._up_to(raised, call)) from None
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
@@ -304,6 +305,19 @@ class Runtime:
         except CaptureError as again:
             return again.raised
         return None
+
+    def _up_to(self, raised: Exception, call: Call) -> Exception:
+        """Run a call that raises this in eager mode: what it does before (counters, hooks, lists) is done. Collective."""
+        try:
+            with whole_parameters(self.model):
+                module = self.model.get_submodule(call.part)
+                forward = module if call.part else functools.partial(self.original.forward, module)
+                output = forward(*call.args, **call.kwargs)
+                if self.loss_fn is not None and call.loss_inputs:
+                    self.loss_fn(output, **call.loss_inputs)
+        except type(raised) as error:
+            return error
+        return raised
 
     def _compare(self, call: Call, graph: BoundGraph | None) -> None:
         """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""

@@ -36,12 +36,14 @@ from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, ancestors, differentiable_outputs, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.axes import with_batch
+from megafx.ops.eager_call import find_call
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, P, Placement, R
 from megafx.planner.context import Planner
 from megafx.rules.strategies import OpRule, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+eager_call = torch.ops.megafx.eager_call.default
 NAME = "place_batch"
 aten, ops = torch.ops.aten, torch.ops.megafx
 MEANS = (aten.mean.default, aten.mean.dim)
@@ -178,6 +180,15 @@ class _Typer:
             else:
                 if best is None or price < best[0]:
                     best = price, made
+        if best is None and node.target is eager_call:
+            what = find_call(str(node.args[4])).what
+            raise PlanError(
+                f"data parallelism cannot cut the batch: {what}, which would see a rank's rows where it sees the whole batch "
+                "in one process",
+                fix="Config(data_parallel_loss='average'), with which it sees each rank's own batch, as with "
+                "DistributedDataParallel",
+                **located(node),
+            )
         if best is None:
             where = ", ".join(_say(h) for h in held)
             what = f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"

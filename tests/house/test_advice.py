@@ -14,6 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
+    "data parallelism cannot cut the batch: <what>, w": "loop/situations/loop_data_parallel.py",
     "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows

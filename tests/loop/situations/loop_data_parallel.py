@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
 
+from megafx.errors import PlanError
+
 FORMS = ("ddp", "zero1", "fsdp")
 
 
@@ -108,3 +110,35 @@ def soft_labels_and_means_by_class(loop: Loop) -> None:
         return soft + (h - one @ centres).square().mean() + 0.1 * centres.square().sum()
 
     train(loop, terms, lambda out, m, y: out)
+
+
+@situation(
+    "https://discuss.pytorch.org/t/forward-hooks-and-distributeddataparallel/75205", ranks=(1,), data=("ddp", "fsdp")
+)
+def a_hook_records_where_each_rank_has_its_own_batch(loop: Loop) -> None:
+    """Refused with one loss of all rows, whose activations a hook would see in part; the advice is followed."""
+    seen: list[Tensor] = []
+
+    def record(module: nn.Module, args: object, out: Tensor) -> None:
+        seen.append(out.detach().mean())
+
+    def hooked() -> nn.Module:
+        model = Objective(lambda m, h, y: F.cross_entropy(h, y))
+        model.up.register_forward_hook(record)
+        return model
+
+    x, y = loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,)))
+    if loop.parts > 1:
+        try:
+            loop.model(hooked())(x, y)
+        except PlanError as error:
+            assert "record (" in str(error) and "loop_data_parallel.py:" in str(error) and "average" in error.fix
+        else:
+            raise AssertionError("a hook sees a rank's rows")
+    torch.manual_seed(7)
+    model = loop.model(hooked(), data_parallel_loss="average" if loop.parts > 1 else "batch")
+    for _ in range(2):
+        loss = model(x, y)
+        loss.backward()
+        loop.see(loss=loop.mean(loss), seen=loop.mean(seen[-1]))
+    loop.see_gradients(model)

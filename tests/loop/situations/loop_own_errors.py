@@ -69,3 +69,58 @@ def a_later_call_is_wrong(loop: Loop) -> None:
     seen(loop, lambda: model(embeds=torch.randn(2, 6)))
     seen(loop, lambda: model(torch.randint(11, (2, 5)), labels=torch.zeros(3, dtype=torch.long)))
     loop.see_gradients(model)
+
+
+class Counts(nn.Module):
+    """Counts, keeps a list and calls hooks before it raises in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.calls, self.seen = 0, list[Tensor]()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.detach().mean())
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0))
+        h = self.up(x)
+        if self.calls == 2:
+            raise TooLong(f"call {self.calls}")
+        return self.down(h.relu()).square().mean()
+
+
+@situation("https://github.com/Lightning-AI/pytorch-lightning/issues/9580")
+def a_loop_goes_on_after_an_error(loop: Loop) -> None:
+    """What forward and hooks have done before the error counts, so that the next call does not raise again."""
+    model, calls = Counts(), list[str]()
+    model.up.register_forward_hook(lambda module, args, out: calls.append("up"))
+    model = loop.model(model)
+    for _ in range(4):
+        x = torch.randn(5, 6)
+        seen(loop, lambda x=x: model(x).backward())  # type: ignore[misc]  # one x each
+        loop.see(calls=model.calls, kept=torch.stack(model.seen), hooks=list(calls), mean=model.mean)
+    loop.see_gradients(model)
+
+
+class Positive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.linear(x)
+        raise TooLong("numbers above 0 are wanted")
+
+
+@situation("https://github.com/Lightning-AI/pytorch-lightning/issues/9580")
+def a_part_that_stays_eager_raises_for_some_data(loop: Loop) -> None:
+    model = loop.model(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), Positive()))
+    for sign in (1, -1, 1):
+        with torch.no_grad():
+            model[2].bias.fill_(9.0 * sign)
+        x = torch.randn(5, 6)
+        seen(loop, lambda x=x: model(x).square().mean().backward())  # type: ignore[misc]  # one x each
+    loop.see_gradients(model)
