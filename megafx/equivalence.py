@@ -20,7 +20,7 @@ from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.captured import capture
+from megafx.compiler.captured import Uncaptured
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.debugging import debug
@@ -156,16 +156,13 @@ class VerifiedCall:
     def ranks(self) -> int:
         return self.config.tensor_model_parallel_size or 2
 
+    @functools.cached_property
+    def uncaptured(self) -> Uncaptured:
+        return Uncaptured(self.model, self.config)
+
     def captured(self) -> Program:
         refuse_quantised(self.model, self.ranks)
-        return capture(
-            self.model,
-            self.config,
-            self.args,
-            self.kwargs,
-            loss_fn=self.loss_fn,
-            loss_inputs=self.loss_inputs,
-        )
+        return self.uncaptured.capture(self.args, self.kwargs, loss_fn=self.loss_fn, loss_inputs=self.loss_inputs)
 
     def planner(self, ranks: int, config: Config) -> Planner:
         wanted = {n for n, p in self.model.named_parameters() if p.requires_grad} if torch.is_grad_enabled() else set()
@@ -223,7 +220,9 @@ def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
     model, random = copy.deepcopy(call.model), trial.reference != "eager"
     alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
-    make_parallel(Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn))
+    runtime = Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn)
+    runtime.uncaptured.earlier |= call.uncaptured.earlier  # captures of a copy go as those of the model
+    make_parallel(runtime)
     return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
 
 

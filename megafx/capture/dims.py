@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -83,6 +83,32 @@ class NamedDims:
             found[name] = prime_up_to(min(hint, max(greatest - 1, 2)) if greatest else hint, taken)
             taken.add(found[name])
         return found
+
+
+@dataclass(frozen=True)
+class Traced:
+    """How an export went that worked: the sizes and the mode of its trace, and what was known of the dims by then. A later
+    one of the same kind of call begins with it."""
+
+    sizes: dict[str, int]
+    mode: str
+    bounds: dict[str, tuple[int | None, int | None]]
+    constant: dict[str, int]  # names that keep the call's size -> that size
+
+    @classmethod
+    def of(cls, dims: NamedDims, sizes: dict[str, int], mode: str) -> Traced:
+        constant = {name: dims.user[name] for name in dims.constant if name in dims.user}
+        return cls(dict(sizes), mode, dict(dims.bounds), constant)
+
+    def dims(self, named: NamedDims) -> NamedDims | None:
+        """These dims with what was known; None where it does not hold for the sizes of the call."""
+        within = all(
+            (least or 0) <= named.user[name] <= (greatest or named.user[name])
+            for name, (least, greatest) in self.bounds.items()
+        )
+        if not within or any(named.user[name] != size for name, size in self.constant.items()):
+            return None
+        return replace(named, bounds=dict(self.bounds), constant=named.constant | self.constant.keys())
 
 
 def prime_up_to(size: int, taken: set[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
 from megafx.capture.caches import Ordered, Revived, growing_dims, kept, states_for_caches
-from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
+from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.followed import Followed, Trace
@@ -83,6 +83,7 @@ def capture_call(
     functions: Sequence[CodeType] = (),
     scaled: bool = False,
     converting: Sequence[CodeType] = (),
+    earlier: dict[Hashable, Traced] | None = None,
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -100,6 +101,7 @@ def capture_call(
     state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
     functions: code of functions that are one node each (eager_functions.py). scaled: see `Probes`. converting: code whose
     `float(tensor)` is `.item()` (conversions.py).
+    earlier: how captures of this model went before, by kind of call; this one adds to it.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -131,6 +133,7 @@ def capture_call(
         capture = _Capture(
             root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed, functions, scaled,
             converting,
+            {} if earlier is None else earlier,
         )  # fmt: skip
         return capture.run(fixed)
 
@@ -328,6 +331,7 @@ class _Capture:
     functions: Sequence[CodeType] = ()
     scaled: bool = False
     converting: Sequence[CodeType] = ()
+    earlier: dict[Hashable, Traced] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
@@ -336,6 +340,7 @@ class _Capture:
 
     def __post_init__(self) -> None:
         self.given, self.given_dims = self.leaves, self.dims.names
+        self.kind = self._kind()
 
     def run(self, fixed: frozenset[str]) -> Program:
         """fixed: names of dims that keep the call's size, for all that the model's code may do."""
@@ -368,7 +373,42 @@ class _Capture:
                 self.notes.clear()
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
-        """The first attempt that works and that serves the call at hand.
+        """An export that serves the call at hand: as the one before of the same kind of call went, or the first that works."""
+        self._take_state()
+        before = self.earlier.get(self.kind)
+        exported = None if before is None else self._as_before(before)
+        if before is not None and exported is not None:
+            return exported, before.sizes
+        exported, sizes, mode = self._first_that_works()
+        self.earlier[self.kind] = Traced.of(self.dims, sizes, mode)
+        return exported, sizes
+
+    def _kind(self) -> Hashable:
+        """Calls in which the model's code most likely asks the same of sizes. No capture is right or wrong by it."""
+        leaves = tuple(getattr(value, "dtype", type(value)) for _, value in self.given)
+        dims = tuple(tuple(names.items()) for names in self.given_dims)
+        modes = tuple(module.training for module in self.root.model.modules())
+        return leaves, dims, frozenset(self.dims.constant), modes, torch.is_grad_enabled(), self.part
+
+    def _as_before(self, before: Traced) -> ExportedProgram | None:
+        """The export with what was known after the one before; None where it does not work, or not for this call."""
+        dims, plain = before.dims(self.dims), self.dims
+        if dims is None:
+            return None
+        self.dims = dims
+        try:
+            exported = self._attempt(before.sizes, before.mode)
+            if self._serves(exported):
+                return exported
+        except (MegafxError, _HooksStore):
+            raise
+        except Exception:  # whatever it is: other state of the model may be why, and all attempts are made
+            pass
+        self.dims = plain
+        return None
+
+    def _first_that_works(self) -> tuple[ExportedProgram, dict[str, int], str]:
+        """The first attempt that works and that serves the call at hand, the sizes of its trace, and its mode.
 
         Sizes: the trace's own, then the call's (at least 2: export takes 0 and 1 for constants). Dims: shared and named; with
         the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
@@ -380,7 +420,6 @@ class _Capture:
         plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
         if not self.dims.user:
             plan = [({}, "named")]
-        self._take_state()
         failures: list[Exception] = []
         tried: list[tuple[dict[str, int], str]] = []
         for sizes, mode in plan:
@@ -398,7 +437,7 @@ class _Capture:
                     break  # no other choice of sizes helps
                 continue
             if sizes == user or self._serves(exported):
-                return exported, sizes
+                return exported, sizes, mode
         # The model's own error says more than export's complaint about the dims that we asked for.
         telling = [e for e in failures if not _violates_constraints(e)] or failures
         raise translate(telling[-1], self.root.model) from None

@@ -29,8 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.proxy import TracerBase
 from torch.nn.modules import module as of_all
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
@@ -57,7 +59,7 @@ from megafx.capture.reads import Reads, unrepeatable
 from megafx.capture.texts import text_of_number, text_of_tensor
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_user_file, line_of
+from megafx.ir.source_lines import current_user_line, is_user_file, line_of, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -170,6 +172,9 @@ def replacements(
 
     why = "what it tells of a value is in the value, and to find out takes longer than to compute it"
     table += [Replacement(proxy_tensor, "_extract_tensor_metadata", lambda old: lambda value: None, why)]
+
+    why = "of a node's stack trace the user's line is kept alone: the whole stack takes an eighth of a capture"
+    table += [Replacement(TracerBase, "create_node", _with_user_line, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
@@ -285,6 +290,22 @@ def _hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymIn
         return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
 
     return __hash__
+
+
+def _with_user_line(old: Callable[..., Node]) -> Callable[..., Node]:
+    """A `create_node` that writes down the one line of the stack that `source_of_trace` looks for."""
+
+    def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
+        records, self.record_stack_traces = self.record_stack_traces, False
+        try:
+            node = old(self, *args, **kwargs)
+        finally:
+            self.record_stack_traces = records
+        if records and not node.stack_trace:
+            node.stack_trace = trace_of_forward(sys._getframe(1))
+        return node
+
+    return create_node
 
 
 class _Muted:

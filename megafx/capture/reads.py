@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dis
 import inspect
 import os
 import random
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megafx.capture.code_names import chains, codes
 from megafx.capture.layerdrop import names_of
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
@@ -360,9 +360,9 @@ class Reads:
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         names = function.__globals__
         where = str(names.get("__name__", "")).rpartition(".")[2]
-        for part in _codes(code):
+        for part in codes(code):
             line = SourceLine(part.co_filename, part.co_firstlineno)
-            for kind, chain in _chains(part):
+            for kind, chain in chains(part):
                 first, *rest = chain
                 if kind == "global" and first not in names and hasattr(builtins, first):
                     self.absent.add((id(names), first))
@@ -616,37 +616,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 _OF_ENVIRON = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
 _BY_NAME = frozenset(["getattr", "hasattr"])
-_LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
-_STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
-_STORES |= {"STORE_ATTR": "assigned", "DELETE_ATTR": "assigned"}
-
-
-def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
-    """(kind, names) of each name that code loads, with the attributes that follow ('global', ['options', 'scale']), and of
-    each that it stores."""
-    kind, chain = "", list[str]()
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            chain.append(str(each.argval))
-            continue
-        if each.opname == "COPY" and chain:  # `helper.calls += 1`
-            continue
-        if chain:
-            yield kind, chain
-        kind = _LOADS.get(each.opname, "")
-        chain = [str(each.argval)] if kind else []
-        if each.opname in _STORES:
-            yield _STORES[each.opname], [str(each.argval)]
-    if chain:
-        yield kind, chain
 
 
 # -- what cannot be looked at again

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megafx.capture.dims import Traced
 from megafx.capture.eager_functions import NotAlone, functions_on_line
 from megafx.capture.export import capture_call
 from megafx.config import Config
@@ -46,6 +47,7 @@ class Uncaptured:
         self.functions: dict[CodeType, CaptureError] = {}  # code of functions that are left eager
         self.refused: set[CodeType] = set()  # and of those that cannot be
         self.converting: dict[CodeType, None] = {}  # code whose `float(tensor)` is `.item()`
+        self.earlier: dict[Hashable, Traced] = {}  # how captures went, see `capture_call`
         self.scaled = False  # see `Probes` of ops/eager_probes.py
 
     @property
@@ -61,7 +63,7 @@ class Uncaptured:
             try:
                 options |= {"eager": self.eager, "functions": tuple(self.functions), "scaled": self.scaled}
                 options["converting"] = tuple(self.converting)
-                program = capture_call(self.model, *args, **options)
+                program = capture_call(self.model, *args, earlier=self.earlier, **options)
                 _refuse_what_canonicalize_does(program)
                 break
             except NotAlone as error:

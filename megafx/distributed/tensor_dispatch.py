@@ -11,7 +11,7 @@ Gradients of sharded tensors are sharded as they are, and those of plain tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -200,15 +200,18 @@ def _handle(func: Any, args: Any, kwargs: Any) -> Any:
         handlers[func] = own
 
 
-_PLAIN = ("detach", "alias", "clone", "view", "expand", "new_empty_strided", "zeros_like", "ones_like", "copy_", "neg")
-_OF_AUTOGRAD = [
-    *(getattr(aten, name).default for name in _PLAIN),
-    *(getattr(aten, name).Tensor for name in ("add", "add_", "sub", "mul", "div")),
-    *(aten.mul.Scalar, aten.pow.Tensor_Scalar),
-]
+def _aten_ops() -> Iterator[Any]:
+    """Those that the dispatcher knows."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, full = name.partition("::")
+        packet, _, overload = full.partition(".")
+        op = getattr(getattr(aten, packet, None), overload or "default", None) if namespace == "aten" else None
+        if op is not None:
+            yield op
+
 
 if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
     ShardView.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
     _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
+    _handlers.update({op: _handle for op in _aten_ops() if op not in _handlers})

@@ -17,6 +17,7 @@ from megafx.errors import SourceLine
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # Frames of the machinery, never of the user: torch, megafx's own wrappers, and transformers' decorators round `forward`.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_EXPORT = os.path.join(_TORCH, "export", "_trace.py")
 _MEGAFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAPPERS = ("torch/", _TORCH, _MEGAFX, "<")
 _WRAPPER_ENDS = (
@@ -50,6 +51,17 @@ def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:
             return SourceLine(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
         if not walk:
             return None
+        frame = frame.f_back
+    return None
+
+
+def trace_of_forward(frame: FrameType | None) -> str | None:
+    """The stack trace that torch.export records of a node, cut to the line that `source_of_trace` looks for in it: that of
+    the user's nearest `forward`, below the call of torch.export, whose callers are not the model."""
+    while frame is not None and frame.f_code.co_filename != _EXPORT:
+        code = frame.f_code
+        if code.co_name == "forward" and is_user_file(code.co_filename):
+            return f'File "{code.co_filename}", line {frame.f_lineno}, in forward'
         frame = frame.f_back
     return None
 

@@ -24,6 +24,7 @@ def test_the_error_says_the_way_out() -> None:
     assert 'Config(eager_modules=["layers.0.chosen"])' in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("p", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_exact_on_ranks(t: int, p: float) -> None:

@@ -15,6 +15,7 @@ from functions import D, Lambda, _x
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megafx.capture import export
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError, UsageError
 from megafx.ir.dump import text
@@ -326,6 +327,54 @@ def test_asserted_length_becomes_a_bound() -> None:
     assert list(program.sizes.symbols) == ["batch", "seq"]
     assert program.call.mismatch(*_x(1, 32)) is None
     assert program.call.mismatch(*_x(1, 33)) is not None
+
+
+def _tries(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, int], str]]:
+    """The sizes and the mode of each trace from now on."""
+    tries: list[tuple[dict[str, int], str]] = []
+    attempt = export._Capture._attempt
+
+    def counted(self: Any, sizes: dict[str, int], mode: str) -> Any:
+        tries.append((sizes, mode))
+        return attempt(self, sizes, mode)
+
+    monkeypatch.setattr(export._Capture, "_attempt", counted)
+    return tries
+
+
+def _with_table(rows: int) -> Lambda:
+    model = Lambda(lambda m, x: m.lin(x) + m.table[: x.shape[1]])
+    model.table = nn.Parameter(torch.randn(rows, D))
+    return model
+
+
+def test_a_second_capture_begins_as_the_first_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of 9 positions: the sizes of the first trace do not fit, and the bound is learned from those that follow."""
+    model = _with_table(9)
+    tries, earlier = _tries(monkeypatch), dict[Any, Any]()
+    first = capture_call(model, *_x(2, 6), earlier=earlier)
+    assert len(tries) > 1
+    ended = tries[-1]
+    for length in (6, 4, 8):
+        tries.clear()
+        args, kwargs = _x(2, length)
+        again = capture_call(model, args, kwargs, earlier=earlier)
+        assert tries == [ended] and text(again) == text(first)
+        torch.testing.assert_close(run_program(again, model, args, kwargs), model(*args))
+
+
+def test_what_does_not_work_any_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has become shorter since the capture before: all attempts are made."""
+    model = _with_table(90)
+    tries, earlier = _tries(monkeypatch), dict[Any, Any]()
+    capture_call(model, *_x(2, 6), earlier=earlier)
+    begun = tries[-1]
+    model.table = _with_table(9).table
+    tries.clear()
+    args, kwargs = _x(2, 6)
+    program = capture_call(model, args, kwargs, earlier=earlier)
+    assert tries[0] == begun and len(tries) > 1
+    torch.testing.assert_close(run_program(program, model, args, kwargs), model(*args))
 
 
 def test_fixed_dim_is_noted() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SCRIPT = str(Path(__file__).resolve().parent / "trainer_runs.py")
-QUICK = ("trainer_with_lora", "trainer_of_own_module", "accelerate_in_one_call")
+QUICK = ("trainer_with_lora", "accelerate_in_one_call")
 SLOW = ("seq2seq_with_generation",)
 TRL = ("sft", "sft_with_lora", "dpo", "dpo_with_lora", "grpo")
 pytestmark = pytest.mark.dist
@@ -42,8 +42,13 @@ def compare(names: tuple[str, ...], folder: Path, rtol: float, of_weights: float
             assert found[name][what] == bound, f"{what} of {name}"
 
 
-def test_the_trainer_with_lora_and_with_own_modules_and_accelerate(tmp_path: Path) -> None:
+def test_the_trainer_with_lora_and_accelerate(tmp_path: Path) -> None:
     compare(QUICK, tmp_path, 1e-6, 1e-4)
+
+
+@pytest.mark.slow
+def test_the_trainer_with_own_modules(tmp_path: Path) -> None:
+    compare(("trainer_of_own_module",), tmp_path, 1e-6, 1e-4)
 
 
 @pytest.mark.slow

@@ -130,9 +130,9 @@ def test_eager_attention_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", IN_BF16)
-def test_casts_of_models_in_bf16_go_with_their_patterns(name):
-    check(name, IN_TRAINING[name], dtype=torch.bfloat16)
-    check(name, IN_TRAINING[name], dtype=torch.bfloat16, attn_implementation="eager")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_casts_of_models_in_bf16_go_with_their_patterns(name, attention):
+    check(name, IN_TRAINING[name], dtype=torch.bfloat16, attn_implementation=attention)
 
 
 MASKED = {

@@ -116,6 +116,7 @@ def test_option(name: str, t: int) -> None:
     check(DENSE[name], t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "t"), list(each(MOE)))
 def test_experts(name: str, t: int) -> None:
     check(MOE[name], t, moe=True)

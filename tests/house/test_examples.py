@@ -60,7 +60,7 @@ def test_models_do_not_know_megafx(name):
 def test_plan_405b(tmp_path, capsys):
     page = tmp_path / "plan.html"
     load("plan_405b", ".").main(
-        ["--layers", "2", "--gpus", "2", "--memory", "500GiB", "--stages", "2", "--html", str(page)]
+        ["--layers", "1", "--gpus", "2", "--memory", "500GiB", "--stages", "2", "--html", str(page)]
     )
     printed = capsys.readouterr().out
     assert "a step: " in printed and "megafx.Config(" in printed

@@ -128,7 +128,9 @@ def planned_by_its_prices() -> tuple[Any, Any, megafx.Config, bool]:
     return model, inputs, config, megafx.plan(model, config, example_inputs=inputs(2, 16)).sequence_parallel
 
 
-@pytest.mark.parametrize(("faster", "taken"), [(0.5, True), (0.99, False), (2.0, False)])
+@pytest.mark.parametrize(
+    ("faster", "taken"), [(0.5, True), (0.99, False), pytest.param(2.0, False, marks=pytest.mark.slow)]
+)
 def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
     model, inputs, config, first = planned_by_its_prices()
     times = {"auto": (100.0, first), (not first): (100.0 * faster, not first)}

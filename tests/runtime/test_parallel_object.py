@@ -96,6 +96,7 @@ def test_it_is_the_same_object(made: Any) -> None:
     assert (model.training, model.eval().training, model.train().training) == (True, False, True)
 
 
+@pytest.mark.slow
 def test_made_under_autocast() -> None:
     plain, inputs = zoo.build("nanogpt")
     plain.float()
@@ -115,6 +116,7 @@ def test_made_under_autocast() -> None:
         assert float((gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-4)) < 5e-2, name
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_without_inputs() -> None:
     plain, inputs = zoo.build("gpt2")
     plain.float()

@@ -248,6 +248,7 @@ def test_conversion_captures_anew(pair):
     assert model.megafx.captures == 2
 
 
+@pytest.mark.slow
 def test_autocast_has_its_own_graph(pair):
     reference, model = pair
     reference.float()
@@ -380,7 +381,7 @@ def test_hooks_on_saved_tensors_are_called():
     assert model.megafx.state.step == step + 2, "backward computes the checkpointed call again"
 
 
-@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("change", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_first_call_takes_what_the_model_was_planned_by(change, monkeypatch):
     """Hugging Face models are planned ahead by an example of a call: one of the same form is not captured again."""
     captures = []

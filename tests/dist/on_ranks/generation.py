@@ -175,7 +175,7 @@ def tokens_of_shared_heads(heads: int, groups: int, hidden: int) -> None:
     torch.testing.assert_close(mine.full_tensor() if isinstance(mine, CacheShard) else mine, its)
 
 
-@check(4)
+@check(4, slow=True)
 def ranks_share_key_value_heads() -> str:
     return shared_heads(14, 2, 28)
 

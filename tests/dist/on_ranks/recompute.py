@@ -27,7 +27,7 @@ def step(layers: int = 2, autocast: bool = False, checkpoint: bool = False, **co
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    megafx.parallelize(model, megafx.Config(**config))
+    megafx.parallelize(model, megafx.Config(**config), example_inputs=None if autocast else inputs(2, 16))
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         loss = model(**inputs(2, 16)).loss

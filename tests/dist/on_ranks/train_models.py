@@ -160,7 +160,7 @@ def dropout_of_nanogpt_with_overlap() -> str:
     return _dropout("nanogpt", sequence_parallel=True, tp_comm_overlap=True)
 
 
-@check(2)
+@check(2, slow=True)
 def llama_with_overlap() -> str:
     options = {"sequence_parallel": True, "tp_comm_overlap": True}
     seen = Pair("llama", **options).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)

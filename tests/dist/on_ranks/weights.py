@@ -206,6 +206,6 @@ def from_files_and_from_its_constructor(name: str, folder: Path) -> None:
 
 
 for case in ("gpt2", "llama", "t5", "neox", "nanogpt"):
-    check(2, 3, slow=(2,) if case == "llama" else True, name=f"weights_of_{case}")(
+    check(2, 3, slow=(3,) if case == "llama" else True, name=f"weights_of_{case}")(
         partial(from_files_and_from_its_constructor, case)
     )

@@ -128,7 +128,7 @@ def a_decoder_reads_what_a_hook_stored(loop: Loop) -> None:
     trained(loop, UNet(), filled=True)
 
 
-@situation(FEATURES, slow=(1,))
+@situation(FEATURES, slow=(2,))
 def hooks_append_to_a_list_that_forward_reads(loop: Loop) -> None:
     trained(loop, Listed(), filled=True)
 
@@ -152,7 +152,7 @@ class Chain(nn.Module):
         return self.out(self.inner(x))
 
 
-@situation(ORDER, slow=(1,))
+@situation(ORDER, slow=(2,))
 def hooks_run_in_the_order_of_registration(loop: Loop) -> None:
     """Those that only compute are part of the graph, recorders are not. One is taken off, and set again."""
     model, seen = loop.model(Chain()), list[Tensor]()

@@ -140,7 +140,7 @@ def tokens_are_weighted_by_advantages_and_clipped_ratios(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/62260", slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/62260", slow=(2,))
 def two_views_of_one_batch(loop: Loop) -> None:
     """A model called twice, and one loss of both results (SimCLR)."""
     model = loop.model(Classifier())
@@ -152,7 +152,7 @@ def two_views_of_one_batch(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/triplet-loss-with-shared-weights/17453", slow=(1,))
+@situation("https://discuss.pytorch.org/t/triplet-loss-with-shared-weights/17453", slow=(2,))
 def anchor_positive_and_negative(loop: Loop) -> None:
     model = loop.model(Classifier())
     anchor, near, far = (model(torch.randn(3 + i, 7))[:3] for i in range(3))
@@ -215,7 +215,7 @@ class WithExits(nn.Module):
         return exits, 2 * weights.flatten(0, 1).mean(0).square().sum()
 
 
-@situation("https://github.com/huggingface/transformers/issues/24225", slow=(1,))
+@situation("https://github.com/huggingface/transformers/issues/24225", slow=(2,))
 def early_exits_and_an_auxiliary_loss(loop: Loop) -> None:
     model, ids = loop.model(WithExits()), tokens()
     for depth in ((1.0, 0.5), (0.1, 1.0)):
@@ -227,7 +227,7 @@ def early_exits_and_an_auxiliary_loss(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/yaringal/multi-task-learning-example/issues/5", slow=(1,))
+@situation("https://github.com/yaringal/multi-task-learning-example/issues/5", slow=(2,))
 def weights_of_tasks_are_learned_outside_of_the_model(loop: Loop) -> None:
     model = loop.model(Classifier())
     uncertainty = nn.Parameter(torch.zeros(2))
@@ -244,7 +244,7 @@ def weights_of_tasks_are_learned_outside_of_the_model(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/97436", slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/97436", slow=(2,))
 def the_loss_is_compiled(loop: Loop) -> None:
     @torch.compile(backend="aot_eager")
     def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def the_loss_is_compiled(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/38487", slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/38487", slow=(2,))
 def inputs_are_mixed_and_attacked(loop: Loop) -> None:
     """mixup, then FGSM: the gradient of the input is used, that of the parameters dropped."""
     model = loop.model(Classifier())
@@ -274,7 +274,7 @@ def inputs_are_mixed_and_attacked(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/lyakaap/VAT-pytorch/issues/4", slow=(1,))
+@situation("https://github.com/lyakaap/VAT-pytorch/issues/4", slow=(2,))
 def virtual_adversarial_training(loop: Loop) -> None:
     model = loop.model(Classifier())
     x = torch.randn(6, 7)
@@ -322,7 +322,7 @@ class Tiled(nn.Module):
         return self.linear(x).square().mean(), sums
 
 
-@situation("https://github.com/huggingface/trl/issues/2880", slow=(1,))
+@situation("https://github.com/huggingface/trl/issues/2880", slow=(2,))
 def results_are_written_with_out(loop: Loop) -> None:
     model = loop.model(Tiled())
     loss, sums = model(torch.randn(5, 7))

@@ -34,7 +34,7 @@ def documents_by_a_mask_of_blocks(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/trl/issues/2805", slow=(1,))
+@situation("https://github.com/huggingface/trl/issues/2805", slow=(2,))
 def a_loss_for_each_document(loop: Loop) -> None:
     """Means over documents of unequal lengths, summed by index."""
     model, ids = loop.model(Language()), tokens(2, 8)
@@ -46,7 +46,7 @@ def a_loss_for_each_document(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/transformers/issues/31629", slow=(1,), rtol=2e-6)
+@situation("https://github.com/huggingface/transformers/issues/31629", slow=(2,), rtol=2e-6)
 def documents_by_their_positions(loop: Loop) -> None:
     """transformers finds packed rows by positions that begin again."""
     model, ids = loop.model(llama()), tokens(1, 8)

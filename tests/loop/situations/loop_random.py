@@ -35,7 +35,7 @@ class DropPath(nn.Module):
         return x + branch
 
 
-@situation("https://github.com/huggingface/pytorch-image-models/issues/380", slow=(1,), rtol=0.05)
+@situation("https://github.com/huggingface/pytorch-image-models/issues/380", slow=(2,), rtol=0.05)
 def whole_branches_are_dropped(loop: Loop) -> None:
     model, x = loop.model(DropPath()), torch.ones(9000, 6)
     out = model(x)
@@ -65,7 +65,7 @@ class Gumbel(nn.Module):
         return (self.experts(x).unflatten(-1, (3, 4)) * choice[..., None]).sum(-2), hard
 
 
-@situation("https://github.com/pytorch/pytorch/issues/22442", slow=(1,), rtol=0.1)
+@situation("https://github.com/pytorch/pytorch/issues/22442", slow=(2,), rtol=0.1)
 def a_choice_by_gumbel_noise(loop: Loop) -> None:
     model, x = loop.model(Gumbel()), torch.ones(3000, 6)
     out, hard = model(x)
@@ -78,7 +78,7 @@ def a_choice_by_gumbel_noise(loop: Loop) -> None:
             loop.see(**{name: grad})
 
 
-@situation("https://github.com/dropreg/R-Drop/issues/11", slow=(1,), rtol=0.05)
+@situation("https://github.com/dropreg/R-Drop/issues/11", slow=(2,), rtol=0.05)
 def two_dropouts_of_one_batch(loop: Loop) -> None:
     """R-Drop: the divergence of two calls that drop different units."""
     net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 5))

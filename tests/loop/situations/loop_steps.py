@@ -162,7 +162,7 @@ def a_mean_teacher_made_by_deepcopy(loop: Loop) -> None:
     loop.see_state(teacher)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/117742", slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/117742", slow=(2,))
 def averaged_model_of_torch(loop: Loop) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -217,7 +217,7 @@ def evaluation_between_micro_batches(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/microsoft/DeepSpeed/issues/2637", slow=(1, "ddp"), data=("ddp",))
+@situation("https://github.com/microsoft/DeepSpeed/issues/2637", slow=(2, "ddp"), data=("ddp",))
 def sequences_grow_and_shrink(loop: Loop) -> None:
     model = loop.model(Language())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -241,7 +241,7 @@ def batches_of_one_row_and_of_none(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/two-losses-two-backwards/85433", slow=(1,))
+@situation("https://discuss.pytorch.org/t/two-losses-two-backwards/85433", slow=(2,))
 def one_graph_is_differentiated_twice(loop: Loop) -> None:
     """`retain_graph`, then a second loss; `autograd.grad` beside them, of parameters and of the input."""
     model = loop.model(Classifier())
@@ -374,7 +374,7 @@ def gradients_are_set_to_zero_scaled_and_read(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/openai/supervised-reptile/issues/9", slow=(1,))
+@situation("https://github.com/openai/supervised-reptile/issues/9", slow=(2,))
 def steps_away_and_half_of_the_way_back(loop: Loop) -> None:
     """Reptile and Lookahead: weights are remembered, trained, and interpolated."""
     model = loop.model(Classifier())

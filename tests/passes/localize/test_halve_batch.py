@@ -187,6 +187,7 @@ def test_an_op_that_mixes_rows_is_named():
     assert "x.mean(0" in note
 
 
+@pytest.mark.slow
 def test_one_row_is_no_two_halves():
     """It has a graph of its own, and so have more rows."""
     x, y = torch.randn(1, 6, 8).double(), torch.randint(0, 5, (1, 6))

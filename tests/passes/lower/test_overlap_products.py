@@ -85,6 +85,7 @@ def is_wrong() -> bool:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("t", "batch", "seq", "bias"),
     [
@@ -142,6 +143,7 @@ def test_what_overlaps(calls):
     }
 
 
+@pytest.mark.slow
 def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
     whole = exchange.scatter_wait
     monkeypatch.setattr(exchange, "scatter_wait", lambda pending, *end: whole(pending, *end) - pending.parts[-1])

@@ -54,6 +54,9 @@ RANK0_BIASES = {"nanogpt": 4, "gpt2": 4, "llama": 0, "bert": 4, "t5": 0}  # of r
 DENSE_HEAD = {False: "replicated", True: "on a shard of the sequence"}  # BERT's MLM transform
 
 
+NAMES = [pytest.param(n, marks=() if n in ("nanogpt", "llama") else pytest.mark.slow) for n in STYLES]
+
+
 @cache
 def _placed(name: str, sequence_parallel: bool | str) -> tuple[Program, Planner, Report]:
     program, planner = real_sizes.planned(name, T, sequence_parallel=sequence_parallel)
@@ -90,9 +93,7 @@ def test_styles_of_all_weights(name: str, sequence_parallel: bool) -> None:
         assert row.style == wanted[0], f"{row.fqn} is {row.style}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("bert", "t5") else ()) for n in STYLES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_tensor_parallel_collectives(name: str) -> None:
     """Megatron's f before each column-parallel region, g after each row-parallel linear, nothing else."""
     program = _placed(name, False)[0]
@@ -100,7 +101,7 @@ def test_tensor_parallel_collectives(name: str) -> None:
     assert _transitions(program, of_parameters=True) == Counter({"I->P": RANK0_BIASES[name]})
 
 
-@pytest.mark.parametrize("name", list(STYLES))
+@pytest.mark.parametrize("name", NAMES)
 def test_sequence_parallel_collectives(name: str) -> None:
     """One gather before each column-parallel region (shared by q, k and v), one reduce-scatter after each row-parallel."""
     program, planner, _ = _placed(name, True)
@@ -110,7 +111,7 @@ def test_sequence_parallel_collectives(name: str) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", list(STYLES))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_residual_stream_is_whole_or_on_the_sequence(name: str, sequence_parallel: bool) -> None:
     """Norms, dropouts and residual sums: invariant without sequence parallelism, a shard of dim 1 with it."""
     program, planner, _ = _placed(name, sequence_parallel)

@@ -1,0 +1,45 @@
+"""Which names a function's code loads and stores, by its instructions."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+
+_LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
+_STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
+_STORES |= {"STORE_ATTR": "assigned", "DELETE_ATTR": "assigned"}
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of the functions and comprehensions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def chains(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(kind, names) of each name that code loads, with the attributes that follow ('global', ('options', 'scale')), and of
+    each that it stores. Captures of one model look at the same code again and again."""
+    return tuple((kind, tuple(names)) for kind, names in _chains(code))
+
+
+def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
+    kind, chain = "", list[str]()
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain.append(str(each.argval))
+            continue
+        if each.opname == "COPY" and chain:  # `helper.calls += 1`
+            continue
+        if chain:
+            yield kind, chain
+        kind = _LOADS.get(each.opname, "")
+        chain = [str(each.argval)] if kind else []
+        if each.opname in _STORES:
+            yield _STORES[each.opname], [str(each.argval)]
+    if chain:
+        yield kind, chain
