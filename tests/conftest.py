@@ -102,7 +102,7 @@ ONE_IN: dict[str, int] = {
     "equivalence/test_sharded_data_parallel.py::test_linears_whose_parameters_are_gathered_side_by_side_are_merged": 2,
     "equivalence/test_transformer_options.py::test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks": 2,
     "equivalence/test_transformer_options.py::test_experts": 8,
-    "equivalence/test_transformer_options.py::test_option": 12,
+    "equivalence/test_transformer_options.py::test_option": 24,
     "equivalence/test_unlisted_models.py::test_a_table_of_which_only_rows_are_a_linear": 12,
     "equivalence/test_unlisted_models.py::test_a_transformer_of_torch_with_its_own_mask": 2,
     "equivalence/test_unlisted_models.py::test_experts_behind_an_einsum_dispatch_are_sharded": 6,

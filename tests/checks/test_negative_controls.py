@@ -82,6 +82,7 @@ def test_right_graphs_are_right(name: str) -> None:
     assert found == EXPECTED[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [without, with_another])
 @pytest.mark.parametrize("name", list(SEQUENCE_PARALLEL))
 def test_each_collective_matters(name: str, change: Any) -> None:

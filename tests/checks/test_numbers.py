@@ -78,6 +78,7 @@ def test_the_faulty_pass_is_named(place, fault, found):
     assert found in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "t", "options"),
     [

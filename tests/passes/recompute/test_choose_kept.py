@@ -227,6 +227,7 @@ def test_the_choice_is_near_the_least_time_of_all(name: str) -> None:
     assert min(ratios) > 1 - 1e-6 and sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.1, ratios
 
 
+@pytest.mark.slow
 def test_the_choice_goes_through_the_pipeline_and_is_the_same_again() -> None:
     made, wanted = plain("nanogpt", 2, True)
     whole = [case("nanogpt").compile(2, sequence_parallel=True, activation_memory_budget="0.4") for _ in range(2)]
