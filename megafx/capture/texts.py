@@ -2,7 +2,7 @@
 
 Torch prints a size of a trace as `s27`, and a number of a tensor's data as `zuf0`. In code of the user's, such a text would be
 kept for ever. There the text of a size is that of its value, for which there is one graph each; of numbers and tensors there is
-none. Statements that only print or log are left as they are: they do nothing in a trace.
+none. Statements that only print, log or check are left as they are: they do nothing in a trace.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ def _asking() -> FrameType | None:
 
 
 def _says(statement: ast.stmt) -> bool:
-    called = getattr(getattr(statement, "value", None), "func", None)
-    printed = isinstance(statement, ast.Expr) and isinstance(called, ast.Name) and called.id == "print"
-    return printed or is_message(statement) or isinstance(statement, (ast.Raise, ast.Assert))
+    """Whether a statement does nothing with a text but print it, or raise an error with it: `check(n == m, f"{n} is not {m}")`."""
+    if is_message(statement) or isinstance(statement, (ast.Raise, ast.Assert)):
+        return True
+    called = getattr(statement.value, "func", None) if isinstance(statement, ast.Expr) else None
+    name = getattr(called, "id", "") or getattr(called, "attr", "")
+    return name == "print" or not {"check", "assert"}.isdisjoint(name.lower().split("_"))
 
 
 def _refused(what: str, frame: FrameType) -> CaptureError:

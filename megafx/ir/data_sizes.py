@@ -53,7 +53,7 @@ class DataShapeEnv(ShapeEnv):
     def __init__(self, asked: Callable[[bool], bool] = lambda answer: True, **options: Any) -> None:
         super().__init__(**options)
         self.asked = asked
-        self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that code takes for at least one
+        self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that the model's code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
@@ -207,7 +207,8 @@ class DataShapeEnv(ShapeEnv):
             answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
             if answer is None or not self.asked(answer):
                 raise
-            self.asked_for |= orig_expr.free_symbols
+            if _asked_by_code():
+                self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
 
     def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own
