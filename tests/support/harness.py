@@ -98,14 +98,15 @@ class Case:
         return values_of(program, self.model, inputs)
 
     def reference(self, inputs: Mapping[str, Any]) -> Logical:
-        """Loss and gradients of the canonical graph under plain autograd (dropout must be off)."""
+        """Losses and gradients of the canonical graph under plain autograd (dropout must be off)."""
         program = self.program.copy()
         canonicalize_program(program)
         promote_casts(program)
         outputs = fx.Interpreter(program.gm).run(*bind_inputs(program, self.model, (), inputs))
         named = {o.name: v for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "user"}
         self.model.zero_grad()
-        named[loss_name(program)].backward()
+        # The outputs that the graph differentiates: the loss, and losses that modules keep for later.
+        torch.autograd.backward([named[o.name] for o in program.outputs if o.loss])
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         return Logical({n: v.detach() for n, v in named.items()}, gradients)
 

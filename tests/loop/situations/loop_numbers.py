@@ -218,6 +218,23 @@ def names_are_made_of_sizes(loop: Loop) -> None:
         loop.see(out=out, seen=sorted(model.seen), text=model.text)
 
 
+@situation(
+    "https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/qwen2_vl/modeling_qwen2_vl.py"
+)
+def a_check_has_a_message_with_numbers(loop: Loop) -> None:
+    """The text is made in each call, and is nobody's unless the check raises."""
+
+    def check_counts(holds: Any, message: str) -> None:
+        torch._check(holds, lambda: message)
+
+    def returned(net: Any, logits: Tensor, labels: Tensor) -> Any:
+        few = (labels < 3).sum()
+        check_counts(logits.shape[0] == labels.shape[0], f"{few} of {labels.shape[0]} labels, {logits.shape[0]} rows")
+        return F.cross_entropy(logits, labels), logits
+
+    train(loop, returned)
+
+
 @situation(LOGS, ranks=(1,))
 def a_text_of_a_number_is_refused(loop: Loop) -> None:
     for code in (lambda h: f"{h.sum().item():.3f}", lambda h: str(h.sum().item()), lambda h: f"{h.sum()}"):
