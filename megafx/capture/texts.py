@@ -35,7 +35,7 @@ def _asking() -> FrameType | None:
 
 
 def _says(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing with a text but print it, or raise an error with it: `check(n == m, f"{n} is not {m}")`."""
+    """Whether a statement only prints a text, or raises an error with it: `check(n == m, f"{n} is not {m}")`."""
     if is_message(statement) or isinstance(statement, (ast.Raise, ast.Assert)):
         return True
     called = getattr(statement.value, "func", None) if isinstance(statement, ast.Expr) else None

@@ -93,9 +93,6 @@ IN_TRAINING = {
     "nanogpt sdpa": GPT2,
     "llama by hand": LLAMA,
 }
-PADDED_ROWS = row(**{"mean.dim": 1, "where.self": 1})  # queries that see no key, under a causal mask of finite fill
-IN_TRAINING["falcon alibi"] |= PADDED_ROWS
-IN_TRAINING["bloom"] |= PADDED_ROWS
 RETURNED = row(linear_cross_entropy=0, cross_entropy=1, sum=1)  # without gradients the logits are made and returned
 IN_EVAL = {
     "gpt2": GPT2 | RETURNED | row(dropout=0),
