@@ -285,9 +285,10 @@ class Runtime:
             graph = self._graph(call).serving(call)
         except CaptureError as error:
             raised = self._raised_by_the_model(call, error)
+            on_all = self._on_all_ranks(raised is not None)
             if raised is None:
                 raise
-            raise in_users_code(self._up_to(raised, call)) from None
+            raise in_users_code(self._up_to(raised, call) if on_all else raised) from None
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
@@ -305,6 +306,11 @@ class Runtime:
         except CaptureError as again:
             return again.raised
         return None
+
+    def _on_all_ranks(self, raised: bool) -> bool:
+        """Whether the model's code raised on every rank that holds a part of its parameters. Collective. Data-parallel ranks
+        have data of their own, and need not raise together."""
+        return self.meshes.data is None and all(agreement.gather_objects(raised, self.group))
 
     def _up_to(self, raised: Exception, call: Call) -> Exception:
         """Run a call that raises this in eager mode: what it does before (counters, hooks, lists) is done. Collective."""
