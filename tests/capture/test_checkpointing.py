@@ -130,6 +130,7 @@ def test_those_of_other_libraries_is_refused() -> None:
 def test_another_thread_replaces_what_fx_is_about_to_put_on_nodes() -> None:
     """`traceback.current_meta` is one for all threads: the end of a region does not rely on what its beginning put there."""
     with preserve_node_meta(False):
+        traceback.current_meta = {}  # two threads that trace may leave torch's own marks
         with Regions().enter():
             traceback.current_meta = {}
         assert "custom" not in traceback.current_meta

@@ -7,7 +7,6 @@ hand: torchrun --standalone --nproc-per-node 2 tests/loop/test_loop.py [names of
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import time
@@ -54,9 +53,7 @@ def results(
     @cache
     def launch(world: int) -> dict[str, Any]:
         names = [params["name"] for params in chosen if params["world"] == world]
-        texts = ranks.run_ranks(__file__, tmp_path_factory.mktemp(f"loop{world}"), world, *names, timeout=1700)
-        lines = re.findall(r"^(PASS|FAIL) ([\w:]+): (.*)$", texts[0], re.MULTILINE)
-        return {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
+        return ranks.verdicts(__file__, tmp_path_factory.mktemp(f"loop{world}"), world, *names)
 
     return launch
 

@@ -112,6 +112,17 @@ def run_ranks(
     return texts
 
 
+def verdicts(script: str, folder: Path, world: int, *names: str) -> dict[str, tuple[str, str]]:
+    """Check -> (PASS or FAIL, text), of one launch on so many ranks. Where that ends early, checks without a verdict fail."""
+    try:
+        printed, rest = run_ranks(script, folder, world, *names, timeout=1700)[0], "it was not run"
+    except AssertionError as error:  # all that was printed
+        printed = rest = str(error)
+    lines = re.findall(r"^(PASS|FAIL) ([\w:]+): (.*)$", printed, re.MULTILINE)
+    found = {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
+    return {name: found.get(name, ("FAIL", rest)) for name in names}
+
+
 def _text_of(log: IO[bytes]) -> str:
     log.seek(0)
     with log:
