@@ -9,7 +9,6 @@ torchrun --standalone --nproc-per-node 2 tests/dist/test_on_ranks.py [names of c
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
