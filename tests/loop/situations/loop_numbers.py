@@ -135,13 +135,18 @@ def there_may_be_no_rows(loop: Loop) -> None:
         return total
 
     for counted in (limited, added):
-        model = loop.model(Net(of_losses(counted)))
-        for most in (3, 5, 2):
-            x, y = torch.randn(6, 7), torch.arange(6) % most
-            loss = model(x, y)
-            loss.backward()
-            loop.see(loss=loss)
-        loop.see_gradients(model)
+        with_some_rows_and_none(loop, Net(of_losses(counted)))
+
+
+def with_some_rows_and_none(loop: Loop, plain: Net) -> None:
+    """Gradients of three calls: labels above 3 are in the second alone."""
+    model = loop.model(plain)
+    for most in (3, 5, 2):
+        x, y = torch.randn(6, 7), torch.arange(6) % most
+        loss = model(x, y)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
 
 
 class Chosen(nn.Module):
@@ -191,13 +196,7 @@ def _a_factor(losses: Tensor, mask: Tensor) -> Tensor:
 @situation("https://github.com/huggingface/transformers/issues/24979")
 def code_asks_whether_there_are_rows_and_does_something_else_for_none(loop: Loop) -> None:
     for code in (_mean_or_nothing, _left_out, _another_way, _at_least_one, _a_factor):
-        model = loop.model(OfChosen(code))
-        for most in (3, 5, 2):
-            x, y = torch.randn(6, 7), torch.arange(6) % most
-            loss = model(x, y)
-            loss.backward()
-            loop.see(loss=loss)
-        loop.see_gradients(model)
+        with_some_rows_and_none(loop, OfChosen(code))
 
 
 @situation("https://github.com/pytorch/pytorch/issues/115774")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,10 @@ def a_later_call_is_wrong(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
+def _backward(model: Any, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
 class Counts(nn.Module):
     """Counts, keeps a list and calls hooks before it raises in its second call."""
 
@@ -99,7 +104,7 @@ def a_loop_goes_on_after_an_error(loop: Loop) -> None:
     model = loop.model(model)
     for _ in range(4):
         x = torch.randn(5, 6)
-        seen(loop, lambda x=x: model(x).backward())  # type: ignore[misc]  # one x each
+        seen(loop, functools.partial(_backward, model, x))
         loop.see(calls=model.calls, kept=torch.stack(model.seen), hooks=list(calls), mean=model.mean)
     loop.see_gradients(model)
 
@@ -122,5 +127,5 @@ def a_part_that_stays_eager_raises_for_some_data(loop: Loop) -> None:
         with torch.no_grad():
             model[2].bias.fill_(9.0 * sign)
         x = torch.randn(5, 6)
-        seen(loop, lambda x=x: model(x).square().mean().backward())  # type: ignore[misc]  # one x each
+        seen(loop, functools.partial(_backward, model, x))
     loop.see_gradients(model)
