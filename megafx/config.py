@@ -115,11 +115,6 @@ class Config:
         "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
         "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
     )
-    tp_batch_overlap: bool | Literal["auto"] = _option(
-        "auto",
-        "layers run on two halves of the batch, so that tensor-parallel collectives of one run beside the other's ops; 'auto': "
-        "where that is faster by the cost model, and tp_comm_overlap is False (docs/overlap.md)",
-    )
     cuda_graphs: bool | Literal["auto"] = _option(
         False,
         "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "

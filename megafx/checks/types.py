@@ -284,7 +284,7 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _declared(checker: _Checker, node: fx.Node) -> Placement:
     """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
-    dim, flat = int(given.shard_dim), given.cut
+    dim, flat = int(given.shard_dim), given.layout
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 
 

@@ -10,8 +10,6 @@ Meta keys of a node (the only ones that passes may rely on):
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
     tokens     dims (structural) that the value's first dim represents, where `flatten_tokens` made one of several
-    halved     True on nodes that may run on two halves of the batch (`choose_halves`)
-    rows       the dim of a value that has a row for each of the batch's, where halves of the batch run
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
     layer      number of the node's layer in the order of use, where kept values are offloaded (`choose_kept`)
 """
@@ -41,7 +39,6 @@ VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by",
 TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
-HALVED, ROWS = "halved", "rows"
 LAYER = "layer"
 
 
@@ -321,7 +318,7 @@ def located(node: fx.Node) -> dict[str, Any]:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, HALVED, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)
