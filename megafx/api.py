@@ -18,7 +18,7 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.capture.quantised import refuse_quantised
 from megafx.compiler.captured import capture
 from megafx.compiler.pipeline import compile_program, plan_only
-from megafx.config import Config, device_memory
+from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import (
     Sabotage,
@@ -44,6 +44,7 @@ from megafx.report.report import Report, differences, read_report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.units import device_memory
 from megafx.what_if import Found, search_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

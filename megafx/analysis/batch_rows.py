@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import fx
 
-from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout, P, Placement, R, S
 from megafx.rules.strategies import OpRule, factor_layouts, place, row
@@ -80,8 +78,3 @@ def rows(rule: OpRule, held: list[Placement], ranks: int) -> Iterator[Row]:
             results = [place(template, -1 - k, factor, layout, ranks) for k in range(count)]
             if None not in operands and None not in results:
                 yield Row(tuple(p for p in operands if p), tuple(p for p in results if p))
-
-
-def has_tensor(node: fx.Node) -> bool:
-    value = node.meta.get(VAL)
-    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))

@@ -30,7 +30,7 @@ from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
-from megafx.ir.program import PLACEMENT, VAL, Program
+from megafx.ir.program import PLACEMENT, VAL, Program, tensors_of
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
@@ -69,7 +69,7 @@ class _Checker:
         for node, spec in self.program.input_nodes():
             self.facts[node] = (self._claimed_input(spec),)
         for node in self.program.graph.nodes:
-            if node.op == "call_function" and _tensors(node):
+            if node.op == "call_function" and tensors_of(node):
                 self._visit(node)
         self._check_outputs()
 
@@ -89,7 +89,7 @@ class _Checker:
         inputs = {spec.name: spec for spec in self.program.inputs if spec.kind != "tangent"}
         results: Any = self.program.output_node().args[0]
         for spec, node in zip(self.program.outputs, results, strict=True):
-            if not isinstance(node, fx.Node) or not _tensors(node):
+            if not isinstance(node, fx.Node) or not tensors_of(node):
                 continue
             if spec.kind == "gradient":
                 what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
@@ -203,11 +203,6 @@ def _value(p: Placement) -> Placement:
 
 def _say(p: Placement) -> str:
     return {"R": "whole", "P": "partial"}.get(p.kind, f"shard {p}")
-
-
-def _tensors(node: fx.Node) -> bool:
-    value = node.meta[VAL]
-    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 # -- checks before an op's rule is applied: rules speak of whole values, and a row of one may be wrong on shards

@@ -20,9 +20,10 @@ from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
-from megafx.report.drawn import PricedTransition, bytes_text, time_text
+from megafx.report.drawn import PricedTransition
 from megafx.report.page import data_of, page, picture_data
 from megafx.report.trace import trace_events
+from megafx.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -56,7 +56,6 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
-from megafx.report.drawn import bytes_text
 from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
@@ -74,6 +73,7 @@ from megafx.runtime.keys import (
     transform_around,
 )
 from megafx.runtime.program_cache import Situation, tell
+from megafx.units import bytes_text
 from megafx.weights.whole import whole_parameters
 
 

@@ -30,10 +30,20 @@ import sympy
 import torch
 from torch import fx
 
-from megafx.analysis.batch_rows import FILLS, LIKE, REPEATS, Row, WholeSizes, cut, has_tensor, rows
+from megafx.analysis.batch_rows import FILLS, LIKE, REPEATS, Row, WholeSizes, cut, rows
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
-from megafx.ir.program import VAL, Batch, Builder, Phase, Program, ancestors, differentiable_outputs, located
+from megafx.ir.program import (
+    VAL,
+    Batch,
+    Builder,
+    Phase,
+    Program,
+    ancestors,
+    differentiable_outputs,
+    located,
+    tensors_of,
+)
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.axes import with_batch
 from megafx.ops.eager_call import find_call
@@ -91,7 +101,7 @@ class _Typer:
             if node.op == "placeholder":
                 cut = inputs[node].kind == "user" and isinstance(node.meta[VAL], torch.Tensor)
                 self.facts[node] = self._cut(node) if cut else R
-            elif node.op == "call_function" and has_tensor(node):
+            elif node.op == "call_function" and tensors_of(node):
                 self.facts[node] = self._typed(node)
         losses = [spec.loss for spec in self.program.outputs]
         kinds = []

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first. A module of a package imports from packages of lower lines, and from its own package.
 LAYERS = [
     "errors",
+    "units",
     "config debugging",
     "progress",
     "placements",
@@ -35,6 +36,7 @@ TORCH_FREE = [
     "__init__",
     "cli",
     "errors",
+    "units",
     "config",
     "debugging",
     "progress",
