@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,23 +15,21 @@ from torch.utils import _pytree as pytree
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, kept, state_of
 from megafx.capture.program import output_path
-from megafx.capture.quantised import refuse_quantised
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.captured import Uncaptured
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.debugging import debug
 from megafx.distributed.data import broadcast_data
 from megafx.distributed.mesh import Meshes, make_meshes
 from megafx.errors import PlacementError, SourceLine, UsageError
+from megafx.example_call import ExampleCall
 from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
 from megafx.runtime.repeated_calls import Repeated, RepeatedCalls
@@ -140,33 +138,13 @@ class Sabotage:
         )
 
 
-@dataclass(frozen=True)
-class VerifiedCall:
-    """A call of a model that is not parallelized yet. loss_fn(output, **loss_inputs) -> loss, where it makes none itself."""
+def _ranks(call: ExampleCall) -> int:
+    return call.config.tensor_model_parallel_size or 2
 
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    config: Config
-    hardware: Hardware
-    loss_fn: Callable[..., Tensor] | None = None
-    loss_inputs: Mapping[str, Any] | None = None
 
-    @property
-    def ranks(self) -> int:
-        return self.config.tensor_model_parallel_size or 2
-
-    @functools.cached_property
-    def uncaptured(self) -> Uncaptured:
-        return Uncaptured(self.model, self.config)
-
-    def captured(self) -> Program:
-        refuse_quantised(self.model, self.ranks)
-        return self.uncaptured.capture(self.args, self.kwargs, loss_fn=self.loss_fn, loss_inputs=self.loss_inputs)
-
-    def planner(self, ranks: int, config: Config) -> Planner:
-        wanted = {n for n, p in self.model.named_parameters() if p.requires_grad} if torch.is_grad_enabled() else set()
-        return Planner(config, ranks, self.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
+def _planner(call: ExampleCall, ranks: int, config: Config) -> Planner:
+    wanted = call.trained if torch.is_grad_enabled() else set()
+    return Planner(config, ranks, call.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
 
 
 @dataclass
@@ -197,7 +175,7 @@ class _Trial:
         return verdict
 
 
-def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
+def verify_call(call: ExampleCall, tolerance: float | None = None) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
@@ -216,7 +194,7 @@ def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     return verdict
 
 
-def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
+def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
     model, random = copy.deepcopy(call.model), trial.reference != "eager"
     alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
@@ -226,7 +204,7 @@ def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
     return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
 
 
-def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
+def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdict:
     """`verify_call` on the ranks of the world: each runs a copy of the model on all of them, and one by itself.
 
     Collective. Weights and inputs are those of rank 0; the verdict is the same on every rank. Raises UsageError where the ranks
@@ -299,7 +277,7 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
     return verdict
 
 
-def sabotage_call(call: VerifiedCall) -> Sabotage:
+def sabotage_call(call: ExampleCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 
     The type checker gets the same graph before transitions become collectives, without each transition in turn.
@@ -346,14 +324,14 @@ def sabotage_call(call: VerifiedCall) -> Sabotage:
     return found
 
 
-def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Trial:
+def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial:
     leaves = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     if any(x.device.type == "meta" for x in (*call.model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
-    captured, t = call.captured(), call.ranks
+    captured, t = call.program(_ranks(call)), _ranks(call)
 
     def compiled(ranks: int) -> Compiled:
-        return compile_program(captured.copy(), call.planner(ranks, config))
+        return compile_program(captured.copy(), _planner(call, ranks, config))
 
     sharded, single = compiled(t), functools.cache(lambda: compiled(1))
     plain = copy.deepcopy(call.model)
@@ -380,7 +358,7 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
     return _Trial(sharded, single, values, wanted, reference, limit, differ)
 
 
-def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:
+def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
     output = plain(*call.args, **call.kwargs)
     if call.loss_fn is not None:
@@ -403,12 +381,12 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
     return named
 
 
-def types_of_call(call: VerifiedCall) -> Verdict:
+def types_of_call(call: ExampleCall) -> Verdict:
     """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
-    program, verdict = call.captured(), Verdict(call.ranks, "the types of its values", 0.0)
+    program, verdict = call.program(_ranks(call)), Verdict(_ranks(call), "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, call.planner(call.ranks, call.config))
+            compile_program(program, _planner(call, _ranks(call), call.config))
     except PlacementError as error:
         verdict.refused = error
     return verdict

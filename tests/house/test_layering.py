@@ -25,7 +25,7 @@ LAYERS = [
     "capture passes checkpoint report",
     "checks",
     "compiler",
-    "runtime testing named_model measure replaying what_if profiling",
+    "runtime testing named_model measure replaying what_if profiling example_call",
     "equivalence",
     "api integrations",
     "__init__",
