@@ -9,7 +9,7 @@
 Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows are runs of 2026-11-23 on 2 x H200, where TP was
 measured before all-reduces ran in pieces and is `tp-plain`; and of 2026-11-25 on 2 x H100.
 
-A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, half-batches, Inductor, and
+A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, Inductor, and
 CUDA graphs (by the cost model; on a GPU the second call is measured). Rows of different runs are not compared.
 """
 
@@ -65,7 +65,7 @@ RECORDED = {
 RUNS = {
     H200: [
         (("llama", 2, 4), {"sp-plain": 232.2, "sp": 223.2, "sp-graphs": 225.3}),
-        (("llama", 2, 4), {"tp": 225.7, "sp": 221.4, "sp-halves": 226.0, "sp-compile": 220.8}),
+        (("llama", 2, 4), {"tp": 225.7, "sp": 221.4, "sp-compile": 220.8}),
         (("llama", 2, 1), {"tp-plain": 66.3, "sp-plain": 65.6, "sp": 63.1, "sp-graphs": 65.6}),
         (("gpt", 2, 8), {"tp-plain": 261.5, "sp-plain": 259.0, "sp": 251.4}),
     ],
@@ -107,7 +107,6 @@ def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) ->
         tensor_model_parallel_size=ranks,
         sequence_parallel="auto",
         tp_comm_overlap="auto",
-        tp_batch_overlap="auto",
         cuda_graphs="auto",
         compile="auto",
         micro_batch_size=batch,
@@ -122,7 +121,6 @@ def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) ->
     flags = {
         "sp" if planner.solved.sequence_parallel else "tp": True,
         "plain": not report.picture.overlap,
-        "halves": any(n.topic == "halves" and "run on two halves" in n.message for n in notes),
         "graphs": graphs_pay(report.step, profile)[0],
         "compile": any(n.topic == "compile" and "Inductor compiles" in n.message for n in notes),
     }

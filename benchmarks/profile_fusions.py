@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafx.api import hardware_of
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Executable
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import FUSIONS, MEASURE_NOTHING, Config
 from megafx.distributed.parameters import parameter_slots, place_joined
 from megafx.errors import MegafxError, UsageError
+from megafx.example_call import hardware_of
 from megafx.ir.program import Program
 from megafx.planner.context import Planner, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, FusionProfile, Measured, Times, mode_of

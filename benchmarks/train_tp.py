@@ -3,16 +3,14 @@
     torchrun --nproc-per-node 2 benchmarks/train_tp.py                                  # Llama-8B shape, B=4 and 1
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --model gpt --batch 8 --modes ideal,sp,sp-plain,megatron-sp
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes sp,tp --profile          # where the time goes
-    torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes ideal,tp,sp,sp-halves,async-tp --losses 50 --plot step.png
+    torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes ideal,tp,sp,async-tp --losses 50 --plot step.png
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --tiny --modes sp,tp,dtensor     # two small layers on CPUs: does it run
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
-`-plain`: without overlap (tp_comm_overlap=False); `-halves`: on two halves of the batch (tp_batch_overlap=True), as in
-`sp-halves` and `tp-plain-halves`; `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
-activation_memory_budget of 0.5. `dtensor`,
-`dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, eager, with layers
-compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`:
-transformers' own plan (llama).
+`-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
+activation_memory_budget of 0.5; several, as in `sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's
+parallelize_module with sequence parallelism and loss_parallel, eager, with layers compiled, and with its async TP.
+`megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`: transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
@@ -186,7 +184,6 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         sequence_parallel={"sp": True, "tp": False, "ideal": False, "auto": "auto"}[layout],
         tp_comm_overlap=False if "plain" in flags else "auto" if device.type == "cuda" else True,
         compile="compile" in flags,
-        tp_batch_overlap="halves" in flags,
         cuda_graphs="graphs" in flags,
         activation_memory_budget=next((int(f[1:]) / 100 for f in flags if re.fullmatch(r"b\d+", f)), None),
         micro_batch_size=batch,

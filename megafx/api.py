@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
-from megafx.capture.dims import max_length
-from megafx.capture.export import sizes_of_call
-from megafx.capture.huggingface import is_hf_model, synthesize_inputs
-from megafx.capture.quantised import refuse_quantised
-from megafx.compiler.captured import capture
+from megafx.capture.huggingface import is_hf_model
 from megafx.compiler.pipeline import compile_program, plan_only
-from megafx.config import Config, device_memory
+from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import (
     Sabotage,
     Verdict,
-    VerifiedCall,
     sabotage_call,
     types_of_call,
     verify_call,
     verify_on_ranks,
 )
 from megafx.errors import UsageError
-from megafx.ir.call_spec import differentiable_inputs
+from megafx.example_call import ExampleCall, device_of, hardware_of, inputs_of, with_sizes
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
-from megafx.planner.context import Planner, in_training
-from megafx.planner.hardware import Hardware
+from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
 from megafx.progress import stage
@@ -44,9 +37,8 @@ from megafx.report.report import Report, differences, read_report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.units import device_memory
 from megafx.what_if import Found, search_call
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @stage("parallelize")
@@ -70,9 +62,9 @@ def parallelize(
     config = config or Config()
     if config.params_dtype is not None:
         model.to(getattr(torch, str(config.params_dtype)))
-    example = example_call(model, example_inputs) if example_inputs is not None or is_hf_model(model) else None
-    config = resolve(config, model, None if example_inputs is None else example)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    example = inputs_of(model, example_inputs) if example_inputs is not None or is_hf_model(model) else None
+    config = with_sizes(config, model, None if example_inputs is None else example)
+    device = device_of(model)
     meshes = make_meshes(config, mesh, device)
     runtime = Runtime(model, config, meshes, hardware_of(config, device), loss_fn)
     return make_parallel(runtime, example, compile=example_inputs is not None)
@@ -92,17 +84,9 @@ def plan(
     example input has a gradient where it requires one (requires_grad=True); the others are data. The Plan can be printed,
     saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
     """
-    args, kwargs = example_call(model, example_inputs)
-    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
-    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-    refuse_quantised(model, config.tensor_model_parallel_size or 1)
-    if config.params_dtype is not None:
-        model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
-    t = config.tensor_model_parallel_size or 1
-    hardware = hardware_of(config, None)
-    wants_grad = in_training(differentiable_inputs(args, kwargs, loss_inputs))
-    made = plan_only(program, Planner(config, t, hardware, wants_grad=wants_grad, keeps_problem=True))
+    call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
+    planner = Planner(call.config, call.t, call.hardware, wants_grad=call.wants_grad(), keeps_problem=True)
+    made = plan_only(call.program(), planner)
     made.report.model = type(model).__name__
     return made
 
@@ -124,24 +108,13 @@ def predict_memory(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
-    args, kwargs = example_call(model, example_inputs)
-    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
-    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-    refuse_quantised(model, config.tensor_model_parallel_size or 1)
-    if config.params_dtype is not None:
-        model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
-    ranks = config.data_parallel_size or 1
-    shard = 1 if config.data_parallel == "ddp" else config.data_parallel_shard_size or ranks
-    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    hardware = hardware_of(config, None)
+    call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     planner = Planner(
-        config, config.tensor_model_parallel_size or 1, hardware, data,
-        wants_grad=lambda spec: spec.kind == "param" and spec.name in trained,
-        at_call=example_inputs is not None, device_bytes=hardware.memory_bytes,
+        call.config, call.t, call.hardware, DataAxis.of(call.config),
+        wants_grad=lambda spec: spec.kind == "param" and spec.name in call.trained,
+        at_call=call.given, device_bytes=call.hardware.memory_bytes,
     )  # fmt: skip
-    return compile_program(program, planner).memory(optimizer)
+    return compile_program(call.program(), planner).memory(optimizer)
 
 
 @stage("search")
@@ -168,28 +141,9 @@ def search(
     if gpus < 1 or not batches or min(batches) < 1:
         found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")
-    args, kwargs = example_call(model, example_inputs)
-    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
-    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-    refuse_quantised(model, config.tensor_model_parallel_size or 1)
-    if config.params_dtype is not None:
-        model = _in_dtype(model, getattr(torch, config.params_dtype))
-    program = capture(model, config, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
-    wants_grad = in_training(differentiable_inputs(args, kwargs, loss_inputs))
-    return search_call(program, config, hardware_of(config, None), gpus, limit, batches, shown, wants_grad)
-
-
-def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
-    made: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        floating = tensor.is_floating_point()
-        if isinstance(tensor, nn.Parameter):
-            empty = torch.empty_like(tensor, device="meta", dtype=dtype if floating else None)
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        else:
-            made[id(tensor)] = tensor.detach().to(dtype) if floating else tensor
-    return copy.deepcopy(model, made)
+    call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
+    wants_grad = call.wants_grad()
+    return search_call(call.program(), call.config, call.hardware, gpus, limit, batches, shown, wants_grad)
 
 
 def explain(subject: nn.Module | Plan) -> Report:
@@ -217,7 +171,7 @@ def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
     model needs Config(profiler_ranges=True). Raises UsageError without.
     """
     report = explain(model)
-    args, kwargs = example_call(model, batch)
+    args, kwargs = inputs_of(model, batch)
 
     def step() -> None:
         loss_of(model(*args, **kwargs)).backward()
@@ -252,9 +206,9 @@ def verify(
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
     """
     if types:
-        return types_of_call(_verified(model, config, example_inputs, loss_fn, draw=False))
+        return types_of_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True))
     compare = verify_on_ranks if on_ranks else verify_call
-    return compare(_verified(model, config, example_inputs, loss_fn), tolerance)
+    return compare(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True), tolerance)
 
 
 @stage("sabotage")
@@ -269,19 +223,7 @@ def sabotage(
 
     The result is true where every such graph is found wrong. Arguments as of `verify`.
     """
-    return sabotage_call(_verified(model, config, example_inputs, loss_fn))
-
-
-def _verified(
-    model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
-) -> VerifiedCall:
-    args, kwargs = example_call(model, example_inputs)
-    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
-    if example_inputs is None and draw:
-        kwargs = draw_inputs(model, kwargs)
-    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return VerifiedCall(model, args, kwargs, config, hardware_of(config, device), loss_fn, loss_inputs)
+    return sabotage_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True))
 
 
 def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:
@@ -313,59 +255,5 @@ def replay(folder: str | Path, model: nn.Module, *, example_inputs: Any = None) 
     The result is true where all are the same, and names the first pass that left another graph otherwise. The model may be on
     the meta device; example_inputs as in `parallelize`. Raises UsageError where the folder cannot be replayed.
     """
-    args, kwargs = example_call(model, example_inputs)
+    args, kwargs = inputs_of(model, example_inputs)
     return replay_call(model, args, kwargs, Normalizer(model.forward)(args, kwargs), folder)
-
-
-def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Values for made-up (meta) inputs: ids below the vocabulary size, ones for masks, normal numbers for floats."""
-    vocab = int(getattr(model.config, "vocab_size", 2))  # type: ignore[union-attr, arg-type]
-    device = next(model.parameters()).device
-    drawn = {}
-    for name, value in kwargs.items():
-        if not isinstance(value, torch.Tensor):
-            drawn[name] = value
-        elif value.dtype.is_floating_point:
-            drawn[name] = torch.randn(value.shape, dtype=value.dtype, device=device)
-        elif "mask" in name:
-            drawn[name] = torch.ones(value.shape, dtype=value.dtype, device=device)
-        else:
-            drawn[name] = torch.randint(0, vocab, value.shape, dtype=value.dtype, device=device)
-    return drawn
-
-
-def example_call(model: nn.Module, example_inputs: Any) -> Call:
-    """example_inputs in its three forms -> (args, kwargs); made up for Hugging Face models when there are none."""
-    if example_inputs is None:
-        return synthesize_inputs(model)
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    if not isinstance(example_inputs, (tuple, list)):
-        return (example_inputs,), {}
-    items = tuple(example_inputs)
-    if len(items) == 2 and isinstance(items[0], (tuple, list)) and isinstance(items[1], dict):
-        return tuple(items[0]), items[1]
-    return items, {}
-
-
-def resolve(config: Config, model: nn.Module, example: Call | None) -> Config:
-    """Fill in the sizes that are priced, where the config has none: those of the user's example, else the model's maximum
-    sequence length."""
-    sizes = {} if example is None else sizes_of_call(model, *example)
-    if config.micro_batch_size is None and "batch" in sizes:
-        config = config.replace(micro_batch_size=max(sizes["batch"], 1))
-    length = sizes.get("seq") if example is not None else max_length(model)
-    return config.replace(seq_length=max(length, 1)) if config.seq_length is None and length is not None else config
-
-
-def hardware_of(config: Config, device: torch.device | None) -> Hardware:
-    """The profile named in the config, else that of the device; h100-nvlink where there is none to ask."""
-    if config.hardware is not None:
-        return Hardware.load(config.hardware)
-    if device is None or device.type == "meta":
-        return Hardware.load("h100-nvlink")
-    if device.type != "cuda":
-        return Hardware.load("cpu-gloo")
-    name = torch.cuda.get_device_name(device).lower()
-    known = {"h200": "h200-nvlink", "h100": "h100-nvlink", "a100": "a100-nvlink"}
-    return Hardware.load(next((profile for key, profile in known.items() if key in name), "pcie"))

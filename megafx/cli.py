@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megafx.config import STYLES, Config, bytes_of, choices_of, device_memory, grouped_fields, is_whole
+from megafx.config import STYLES, Config, choices_of, grouped_fields, is_whole
 from megafx.errors import ConfigError, MegafxError, UsageError
 from megafx.named_model import check_name, did_you_mean, example_inputs, input_spec, load_model
 from megafx.progress import progress, stage
+from megafx.units import bytes_of, device_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:

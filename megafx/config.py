@@ -17,7 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
-from megafx.errors import ConfigError, UsageError
+from megafx.errors import ConfigError
+from megafx.units import parse_bytes
 
 # Canonical style -> other spellings of it (PyTorch's ParallelStyle classes, Hugging Face's `tp_plan` names).
 STYLES: dict[str, tuple[str, ...]] = {
@@ -114,11 +115,6 @@ class Config:
         "auto",
         "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
         "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
-    )
-    tp_batch_overlap: bool | Literal["auto"] = _option(
-        "auto",
-        "layers run on two halves of the batch, so that tensor-parallel collectives of one run beside the other's ops; 'auto': "
-        "where that is faster by the cost model, and tp_comm_overlap is False (docs/overlap.md)",
     )
     cuda_graphs: bool | Literal["auto"] = _option(
         False,
@@ -398,27 +394,6 @@ def _dtype_name(value: object) -> str | None:
     return name
 
 
-def bytes_of(size: int | str, what: str) -> int:
-    """'80GiB' -> bytes; what: the argument, for the UsageError where it is no size."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
-    units = {unit.upper(): factor for unit, factor in _UNITS.items()} | {"": 1}
-    if match is None or match[2].upper() not in units or int(match[1]) == 0:
-        raise UsageError(f"{what}={size!r} is no size", fix="write 80GiB, 5GB, 200MiB or a number of bytes")
-    return int(match[1]) * units[match[2].upper()]
-
-
-def device_memory(size: int | str) -> int:
-    """The bytes of a device's memory. Raises UsageError for what is none, and for text without a unit that no device has."""
-    if (found := bytes_of(size, "memory")) < 2**20 and isinstance(size, str) and size.strip().isdigit():
-        fix = f"give a unit: {str(size).strip(' bB')}GiB"
-        raise UsageError(f"memory={size!r} is {found} bytes, which is less than a device has", fix=fix)
-    return found
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
 def _budget(value: object) -> float | int | str | None:
     """None; 'fit'; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
     allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, 'fit', or None"
@@ -429,10 +404,11 @@ def _budget(value: object) -> float | int | str | None:
             return float(value)
         if isinstance(value, int) and value > 1:
             return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?i?B)?\s*", value) if isinstance(value, str) else None
-    if match is None or match[2] not in (*_UNITS, None):
+    if isinstance(value, str) and re.fullmatch(r"\s*(\d+(\.\d*)?|\.\d+)\s*", value):
+        return _budget(float(value))
+    if (size := parse_bytes(value) if isinstance(value, str) else None) is None:
         raise _error("activation_memory_budget", value, allowed)
-    return int(float(match[1]) * _UNITS[match[2]]) if match[2] else _budget(float(match[1]))
+    return size
 
 
 def _overrides(value: object) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,28 +15,24 @@ from torch.utils import _pytree as pytree
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, kept, state_of
 from megafx.capture.program import output_path
-from megafx.capture.quantised import refuse_quantised
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.captured import Uncaptured
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.debugging import debug
 from megafx.distributed.data import broadcast_data
 from megafx.distributed.mesh import Meshes, make_meshes
 from megafx.errors import PlacementError, SourceLine, UsageError
-from megafx.ir.call_spec import call_tree, leaf_name
+from megafx.example_call import ExampleCall
 from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
-from megafx.ir.python_state import Place
 from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
-from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
@@ -57,7 +53,6 @@ class Verdict:
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
-    nan: str = ""  # what of eager mode's results has NaN, and which value is the first that has
     repeated: Repeated = field(default_factory=Repeated)  # more calls, on one rank, with changed state between them
 
     @property
@@ -87,8 +82,6 @@ class Verdict:
             *(f"  buffer {name}: {error:.1e}" for name, error in self.buffers.items() if error > self.tolerance),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
-        if self.nan:
-            lines.append(f"  NaN in eager mode too: {self.nan}")
         if self.repeated.errors:
             most = max(error for error, _ in self.repeated.errors.values())
             lines.append(
@@ -145,33 +138,13 @@ class Sabotage:
         )
 
 
-@dataclass(frozen=True)
-class VerifiedCall:
-    """A call of a model that is not parallelized yet. loss_fn(output, **loss_inputs) -> loss, where it makes none itself."""
+def _ranks(call: ExampleCall) -> int:
+    return call.config.tensor_model_parallel_size or 2
 
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    config: Config
-    hardware: Hardware
-    loss_fn: Callable[..., Tensor] | None = None
-    loss_inputs: Mapping[str, Any] | None = None
 
-    @property
-    def ranks(self) -> int:
-        return self.config.tensor_model_parallel_size or 2
-
-    @functools.cached_property
-    def uncaptured(self) -> Uncaptured:
-        return Uncaptured(self.model, self.config)
-
-    def captured(self) -> Program:
-        refuse_quantised(self.model, self.ranks)
-        return self.uncaptured.capture(self.args, self.kwargs, loss_fn=self.loss_fn, loss_inputs=self.loss_inputs)
-
-    def planner(self, ranks: int, config: Config) -> Planner:
-        wanted = {n for n, p in self.model.named_parameters() if p.requires_grad} if torch.is_grad_enabled() else set()
-        return Planner(config, ranks, self.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
+def _planner(call: ExampleCall, ranks: int, config: Config) -> Planner:
+    wanted = call.trained if torch.is_grad_enabled() else set()
+    return Planner(config, ranks, call.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
 
 
 @dataclass
@@ -198,24 +171,11 @@ class _Trial:
             n: simulate.relative_error(found.mutations.get(n, self.values.get(n, b)), b, FLOOR)
             for n, b in self.wanted.mutations.items()
         }
-        verdict.requires_grad, verdict.nan = self.requires_grad, self.nan()
+        verdict.requires_grad = self.requires_grad
         return verdict
 
-    def nan(self) -> str:
-        """What one process computes that has NaN, and which of its values is the first."""
-        gradients = {f"the gradient of '{n}'": g for n, g in self.wanted.gradients.items()}
-        results = {f"output '{n}'": x for n, x in self.wanted.outputs.items()} | gradients
-        has = [what for what, x in results.items() if isinstance(x, Tensor) and bool(x.isnan().any())]
-        if not has:
-            return ""
-        single = self.single()
-        inputs = simulate.local_inputs(single.program, self.values, single.plan.params, 1)[0]
-        first = simulate.first_nan(single.program, inputs)
-        more = f" and {len(has) - 3} more" if len(has) > 3 else ""
-        return f"{', '.join(has[:3])}{more}" + (f"; the first is {first}" if first else "")
 
-
-def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
+def verify_call(call: ExampleCall, tolerance: float | None = None) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
@@ -234,7 +194,7 @@ def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     return verdict
 
 
-def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
+def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
     model, random = copy.deepcopy(call.model), trial.reference != "eager"
     alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
@@ -244,7 +204,7 @@ def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
     return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
 
 
-def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
+def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdict:
     """`verify_call` on the ranks of the world: each runs a copy of the model on all of them, and one by itself.
 
     Collective. Weights and inputs are those of rank 0; the verdict is the same on every rank. Raises UsageError where the ranks
@@ -267,12 +227,11 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
     def run(of: nn.Module, runtime: Runtime | None) -> tuple[simulate.Logical, set[str]]:
         """Outputs, gradients and buffers, and which outputs require a gradient. Those that the graph differentiates are."""
         torch.manual_seed(seed)
-        own, named_own, for_loss = copy_of((args, kwargs, loss_inputs))
         if runtime is not None and loss_inputs:
-            output = of(*own, **named_own, loss_inputs=for_loss)
+            output = of(*args, **kwargs, loss_inputs=loss_inputs)
         else:
-            output = of(*own, **named_own)
-            output = (loss_fn(output, **for_loss), output) if loss_fn is not None and loss_inputs else output
+            output = of(*args, **kwargs)
+            output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
         leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         needs = {name for name, x in named.items() if x.requires_grad}
@@ -311,17 +270,14 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
     for mine in errors:
         for total, part in zip((verdict.outputs, verdict.gradients, verdict.buffers), mine, strict=True):
             total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
-    nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in wanted.outputs.values())
-    nan = nan or any(g is not None and bool(g.isnan().any()) for g in wanted.gradients.values())
-    if nan or not verdict.ok:
+    if not verdict.ok:
         config = call.config.replace(tensor_model_parallel_size=t)
         whole = replace(call, model=plain, args=args, kwargs=kwargs, loss_inputs=loss_inputs, config=config)
-        simulated = verify_call(whole, tolerance)
-        verdict.nan, verdict.divergence = simulated.nan, None if verdict.ok else simulated.divergence
+        verdict.divergence = verify_call(whole, tolerance).divergence
     return verdict
 
 
-def sabotage_call(call: VerifiedCall) -> Sabotage:
+def sabotage_call(call: ExampleCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 
     The type checker gets the same graph before transitions become collectives, without each transition in turn.
@@ -368,14 +324,14 @@ def sabotage_call(call: VerifiedCall) -> Sabotage:
     return found
 
 
-def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Trial:
+def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial:
     leaves = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     if any(x.device.type == "meta" for x in (*call.model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
-    captured, t = call.captured(), call.ranks
+    captured, t = call.program(_ranks(call)), _ranks(call)
 
     def compiled(ranks: int) -> Compiled:
-        return compile_program(captured.copy(), call.planner(ranks, config))
+        return compile_program(captured.copy(), _planner(call, ranks, config))
 
     sharded, single = compiled(t), functools.cache(lambda: compiled(1))
     plain = copy.deepcopy(call.model)
@@ -402,20 +358,16 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
     return _Trial(sharded, single, values, wanted, reference, limit, differ)
 
 
-def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:
+def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
-    args, kwargs, loss_inputs = call_tree(*copy_of((tuple(call.args), call.kwargs, call.loss_inputs or {})))
-    output = plain(*args, **kwargs)
+    output = plain(*call.args, **call.kwargs)
     if call.loss_fn is not None:
-        output = (call.loss_fn(output, **loss_inputs), output)
+        output = (call.loss_fn(output, **(call.loss_inputs or {})), output)
     assert program.call is not None
     order = any(o.kind == "order" for o in program.outputs)
     wanted = program.call.out_leaves[: len(program.call.out_leaves) - order]
     writes = program.call.state.writes.values()  # what forward leaves in attributes, lists and dicts
     left = [leaf for write in writes for leaf in write.left(write.place.get_in(plain))]
-    inputs = {leaf_name(path): x for path, x in pytree.tree_flatten_with_path((args, kwargs, loss_inputs))[0]}
-    state = {f"state[{name}]": p for name, p in program.call.state.inputs.items() if isinstance(p, Place)}
-    left += [state[name].get_in(plain) if name in state else inputs[name] for name in program.call.written]
     leaves = [leaf for leaf in pytree.tree_leaves(kept(output), is_leaf=is_cache) if not is_cache(leaf)]
     if len(leaves) + len(left) < len(wanted):  # caches that the model was asked for, or filled itself (prefix tuning)
         states = pytree.tree_map(lambda x: state_of(x) if is_cache(x) else x, output, is_leaf=is_cache)
@@ -429,12 +381,12 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
     return named
 
 
-def types_of_call(call: VerifiedCall) -> Verdict:
+def types_of_call(call: ExampleCall) -> Verdict:
     """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
-    program, verdict = call.captured(), Verdict(call.ranks, "the types of its values", 0.0)
+    program, verdict = call.program(_ranks(call)), Verdict(_ranks(call), "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, call.planner(call.ranks, call.config))
+            compile_program(program, _planner(call, _ranks(call), call.config))
     except PlacementError as error:
         verdict.refused = error
     return verdict

@@ -31,9 +31,10 @@ from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.progress import stage
-from megafx.report.drawn import Picture, bytes_text, time_text
+from megafx.report.drawn import Picture
 from megafx.report.picture import draw
 from megafx.report.steps import Step, schedule
+from megafx.units import bytes_text, time_text
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
 BUCKET = 25 * 2**20

@@ -123,7 +123,6 @@ ONE_IN: dict[str, int] = {
     "passes/fuse/test_fuse_linear_loss.py::test_sharded_vocabularies": 4,
     "passes/fuse/test_merge_linears.py::test_ranks_compute_what_one_does": 6,
     "passes/fuse/test_share_logsumexp.py::test_compiled": 3,
-    "passes/localize/test_halve_batch.py::test_models_are_exact": 2,
     "passes/localize/test_localize_shapes.py::test_pads_stay_off_poles": 6,
     "passes/lower/test_overlap_products.py::test_all_reduces_are_exact": 2,
     "passes/lower/test_overlap_products.py::test_overlapped_graphs_are_exact": 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,9 +62,7 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         axis = str(node.args[-1])
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
-        elements = [math.prod(program.sizes.workload(k) for k in program.sizes.shape(v)) for v in values]
-        pairs = zip(values, elements, strict=True)
-        bytes_moved = sum(payload(name, ranks * count, n) * v.dtype.itemsize for v, count in pairs)
+        bytes_moved = sum(payload(name, ranks * program.sizes.numel(v), n) * v.dtype.itemsize for v in values)
         direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found

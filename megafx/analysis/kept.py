@@ -7,7 +7,6 @@ is made of, by the same rules.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -18,7 +17,7 @@ from megafx.analysis.communication import STARTS, is_region_gather, is_start, is
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, in_backward, op_name, shows_operand, storage_of
-from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
+from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors, tensors_of
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.ops.offload import is_on_host
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL
@@ -165,20 +164,9 @@ def is_value(node: fx.Node) -> bool:
 # -- prices
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, torch.Tensor)]
-
-
-def numel(program: Program, value: torch.Tensor) -> int:
-    """Elements at the workload."""
-    return program.sizes.workload(math.prod(program.sizes.shape(value)))
-
-
 def bytes_of(program: Program, node: fx.Node) -> int:
     """Bytes of a node's tensors on the device, at the workload."""
-    if is_on_host(node):
-        return 0
-    return sum(numel(program, v) * v.element_size() for v in tensors_of(node.meta.get(VAL)))
+    return 0 if is_on_host(node) else sum(map(program.sizes.bytes, tensors_of(node)))
 
 
 def total_bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
@@ -189,24 +177,23 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     """Modelled time of one forward run of a node on one rank, at the workload."""
     if node.op != "call_function" or is_wait(node):
         return 0.0
-    results = tensors_of(node.meta.get(VAL))
+    results = tensors_of(node)
     if not results:
         return 0.0
     if is_start(node):
         kind = STARTS[node.target]
-        sent = sum(numel(program, n.meta[VAL]) for n in node.all_input_nodes) * (
+        sent = sum(program.sizes.numel(n.meta[VAL]) for n in node.all_input_nodes) * (
             t if kind in (ALL_GATHER, ALL_TO_ALL) else 1
         )
         return collective_seconds(kind, sent, results[0].element_size(), hardware, t)
     name = op_name(node)
-    operands = [v for n in node.all_input_nodes for v in tensors_of(n.meta.get(VAL))]
+    operands = [v for n in node.all_input_nodes for v in tensors_of(n)]
     if name == "getitem" or (shows_operand(node) and not copies(node)):
         return 0.0
-    read = [numel(program, v) * v.element_size() for v in operands]
-    moved = op_bytes(name, bytes_of(program, node), read)
+    moved = op_bytes(name, bytes_of(program, node), [*map(program.sizes.bytes, operands)])
     name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
     terms = _terms(program, node, name, operands) if cost_kind(name) in (MATMUL, ATTENTION) else 0
-    flops = op_flops(name, numel(program, results[0]), terms)
+    flops = op_flops(name, program.sizes.numel(results[0]), terms)
     # by an operand: a fused loss in fp32 has products of bf16 inside
     factor = next((v for v in operands if v.is_floating_point()), results[0])
     dtype = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32")

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 
 from megafx.analysis.communication import is_wait
-from megafx.analysis.kept import copies, numel, tensors_of
+from megafx.analysis.kept import copies
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import aten_ops, op_name, shows_operand, writes
-from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of
+from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of, tensors_of
 from megafx.ops.offload import is_on_host
+from megafx.units import mib_text
 
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 # What cuBLAS holds on a stream: 4096 KiB x 8 on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB).
@@ -128,18 +129,14 @@ class Memory:
         lines = [f"one rank at {', '.join(f'{k}={v}' for k, v in self.workload.items()) or 'fixed sizes'}"]
         for name in ("parameters", "gradients", "optimizer", "gathered", "inputs", "saved", "workspace"):
             if getattr(self, name):
-                lines.append(f"  {name:<16}{_mib(getattr(self, name))}")
-        lines += [f"  peak of {part:<16}{_mib(size)}" for part, size in self.peaks.items()]
+                lines.append(f"  {name:<16}{mib_text(getattr(self, name)):>16}")
+        lines += [f"  peak of {part:<16}{mib_text(size):>16}" for part, size in self.peaks.items()]
         lines.append("at the peak of the graphs:")
         alive = self.at_peak()
-        lines += [f"  {_mib(a.bytes)}  {a.module or '<root>'}  {a.what}" for a in alive[:20]]
+        lines += [f"  {mib_text(a.bytes):>16}  {a.module or '<root>'}  {a.what}" for a in alive[:20]]
         if len(alive) > 20:
-            lines.append(f"  {_mib(sum(a.bytes for a in alive[20:]))}  in {len(alive) - 20} more")
+            lines.append(f"  {mib_text(sum(a.bytes for a in alive[20:])):>16}  in {len(alive) - 20} more")
         return "\n".join(lines)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:>12,.1f} MiB"
 
 
 def memory(program: Program, optimizer: str = "adamw", held: int | None = None) -> Memory:
@@ -197,7 +194,7 @@ def _outputs(program: Program, parts: Partition) -> int:
     count = sum(o.kind != "gradient" for o in program.outputs)
     parts_of = lambda part: {base for n in part if isinstance(n, fx.Node) and (base := root[n]) is not None}  # noqa: E731
     given = parts_of(results[:count]) - parts_of(results[count:])
-    return sum(_rounded(program, v) for n in given for v in tensors_of(n.meta[VAL]))
+    return sum(_rounded(program, v) for n in given for v in tensors_of(n))
 
 
 def _pinned(parts: Partition) -> set[str]:
@@ -279,7 +276,7 @@ def _memory(node: fx.Node, root: Mapping[fx.Node, fx.Node | None], given: Mappin
     """The node whose memory this one shows; itself if it has its own, None if it is not the graph's or is none."""
     if node.op == "placeholder":
         return node if node.name in given else None
-    if node.op != "call_function" or not tensors_of(node.meta.get(VAL)):
+    if node.op != "call_function" or not tensors_of(node):
         return None
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
@@ -320,7 +317,7 @@ def _rounded(program: Program, value: Any, like: Any = None) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     dtype = (like.meta[VAL] if isinstance(like, fx.Node) else value).dtype
-    return _block(numel(program, value) * dtype.itemsize)
+    return _block(program.sizes.numel(value) * dtype.itemsize)
 
 
 def _block(size: int) -> int:

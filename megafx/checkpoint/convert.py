@@ -16,9 +16,9 @@ from megafx.checkpoint.content import Chunk, Content, Described, read_content, w
 from megafx.checkpoint.load import Shapes, misfits, refuse
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, tensors_there
-from megafx.config import bytes_of
 from megafx.errors import CheckpointError, UsageError
 from megafx.progress import stage
+from megafx.units import bytes_of
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import SafetensorsFiles, dtype_name, torch_dtype
 from megafx.weights.load import check_fit

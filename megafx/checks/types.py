@@ -11,8 +11,9 @@ arrives partial at an op that is not linear, beside a whole operand, or at an ou
 On local shapes one tensor can be read in several ways (a rank's [1, 64] may be one head of two, or half of one head). All
 of them are true, so a value has a tuple of facts, and an op is right if one reading of its operands fits.
 
-Lookups in a sharded vocabulary compute with the rank itself; lookups.py recognises them. What pads hold is not typed; the
-numeric check (numbers.py) sees it.
+The loss of a sharded vocabulary: each rank has statistics of its own classes, which stacked on a new dim are a shard; gathered,
+they make the loss whole, and its backward a shard, without a collective. Ops say in their facts (`types`) which statistics they
+make and take, and the checker follows them. What pads hold is not typed; the numeric check (numbers.py) sees it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from megafx.checks.lookups import Facts, Lookups
 from megafx.errors import PlacementError
-from megafx.ir.contracts import fail, layout_of
+from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
-from megafx.ir.program import PLACEMENT, VAL, Program
+from megafx.ir.program import PLACEMENT, VAL, Program, tensors_of
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
-from megafx.rules.inference import VARYING, infer, is_uniform, same_value
+from megafx.rules.inference import infer, is_uniform, same_value
 
+Facts = tuple[Placement, ...]  # readings of one value, each of them true
+SAME = ("aten.clone.default", "aten.detach.default", "aten.alias.default")
 MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
 
 
@@ -61,13 +63,13 @@ class _Checker:
         self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
         self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
-        self.lookups = Lookups(program, self.facts, t)
+        self.statistics: dict[fx.Node, dict[str, Any]] = {}  # of one rank -> what they are of: the op's arguments
 
     def run(self) -> None:
         for node, spec in self.program.input_nodes():
             self.facts[node] = (self._claimed_input(spec),)
         for node in self.program.graph.nodes:
-            if node.op == "call_function" and _tensors(node):
+            if node.op == "call_function" and tensors_of(node):
                 self._visit(node)
         self._check_outputs()
 
@@ -87,7 +89,7 @@ class _Checker:
         inputs = {spec.name: spec for spec in self.program.inputs if spec.kind != "tangent"}
         results: Any = self.program.output_node().args[0]
         for spec, node in zip(self.program.outputs, results, strict=True):
-            if not isinstance(node, fx.Node) or not _tensors(node):
+            if not isinstance(node, fx.Node) or not tensors_of(node):
                 continue
             if spec.kind == "gradient":
                 what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
@@ -109,7 +111,7 @@ class _Checker:
         return alike or (wanted == P and R in facts and is_zero(node))
 
     def _show(self, node: fx.Node) -> str:
-        return " or ".join(map(_say, self.facts[node])) if node in self.facts else self.lookups.show(node)
+        return " or ".join(map(_say, self.facts[node])) if node in self.facts else "statistics of one rank"
 
     # -- ops
 
@@ -119,16 +121,18 @@ class _Checker:
             each = self.several[source]  # type: ignore[index]
             self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))  # type: ignore[index]
             return
-        handled = self.lookups.visit(node)
-        if handled is not None:
-            if handled and isinstance(node.meta[VAL], (tuple, list)):
-                self.several[node] = list(handled)
-            elif handled:
-                self.facts[node] = handled
-            return
-        strange = next((a for a in node.all_input_nodes if a in self.lookups.traits), None)
+        strange = next((a for a in node.all_input_nodes if a in self.statistics), None)
         if strange is not None:
-            raise fail(node, f"takes %{strange.name}, which differs by rank: {self._show(strange)}")
+            self._stack(node, strange)
+            return
+        types = facts_of(node.target).types
+        if "stats" in types:
+            operands = _operands(node)
+            _check_gathered(self, node, operands)
+            if types.endswith("-> stats"):
+                self._infer(node)
+                self.statistics[node] = operands
+                return
         check = _SPECIAL.get(str(node.target))
         if check is not None:
             check(self, node)
@@ -176,13 +180,20 @@ class _Checker:
             except PlacementError as error:
                 refusal = error
                 continue
-            if result == VARYING:
-                raise fail(node, "differs by rank in a way that no rule knows")
             found.append(result)
         if not found:
             assert refusal is not None
             raise refusal
         return found
+
+    def _stack(self, node: fx.Node, statistics: fx.Node) -> None:
+        """Statistics of one rank may be stacked with those of the others, and nothing else."""
+        if str(node.target) in SAME:
+            self.statistics[node] = self.statistics[statistics]
+        elif str(node.target) == "aten.unsqueeze.default" and node.args[1] == 0:
+            self.facts[node] = (S(0, Layout.contiguous(self.t, self.t)),)
+        else:
+            raise fail(node, f"takes %{statistics.name}, which differs by rank: {self._show(statistics)}")
 
 
 def _value(p: Placement) -> Placement:
@@ -192,11 +203,6 @@ def _value(p: Placement) -> Placement:
 
 def _say(p: Placement) -> str:
     return {"R": "whole", "P": "partial"}.get(p.kind, f"shard {p}")
-
-
-def _tensors(node: fx.Node) -> bool:
-    value = node.meta[VAL]
-    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 # -- checks before an op's rule is applied: rules speak of whole values, and a row of one may be wrong on shards
@@ -213,7 +219,7 @@ def _check_mean(checker: _Checker, node: fx.Node) -> None:
 
 
 def _check_embedding(checker: _Checker, node: fx.Node) -> None:
-    """Ids are global and rows local, so a table that is cut by rows is looked up by the steps of lookups.py only."""
+    """Ids are global and rows local, so a table that is cut by rows is looked up by `embedding_of_rank` only."""
     table: Any = node.args[0]
     if any(f.is_shard and f.dim == 0 for f in checker.facts.get(table, ())):
         raise fail(node, f"looks up all ids in %{table.name}, of which a rank has some rows")
@@ -222,6 +228,39 @@ def _check_embedding(checker: _Checker, node: fx.Node) -> None:
 def _check_transition(checker: _Checker, node: fx.Node) -> None:
     if node.args[6] != checker.t:
         raise fail(node, f"is for {node.args[6]} ranks, the axis has {checker.t}")
+
+
+# -- statistics of the classes that a rank has
+
+
+def _operands(node: fx.Node) -> dict[str, Any]:
+    """Tensor operands by name, and the layout; what only detaches a value is left out."""
+    found: dict[str, Any] = {}
+    target: Any = node.target
+    for argument, value in zip(target._schema.arguments, node.args, strict=True):
+        while isinstance(value, fx.Node) and str(value.target) in SAME[1:]:
+            value = value.args[0]
+        if "Tensor" in str(argument.type) or argument.name == "layout":
+            found[argument.name] = value
+    return found
+
+
+def _check_gathered(checker: _Checker, node: fx.Node, operands: dict[str, Any]) -> None:
+    """Statistics that the op takes must be those of the same operands, gathered."""
+    for text, value in zip(facts_of(node.target).types.partition("->")[0].split(","), operands.values(), strict=False):
+        if text.strip() != "stats":
+            continue
+        if not checker._is(value, R):
+            raise fail(node, "its statistics must be whole: they are not gathered")
+        while isinstance(value, fx.Node) and value not in checker.statistics and _passes_on(value):
+            value = value.args[0]
+        made = checker.statistics.get(value)
+        if made is None or any(operands.get(name) != of for name, of in made.items()):
+            raise fail(node, "its statistics are not those of its operands")
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return is_transition(node) or str(node.target) in (*SAME, "aten.unsqueeze.default")
 
 
 # -- ops whose result can be read in several ways
@@ -284,7 +323,7 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _declared(checker: _Checker, node: fx.Node) -> Placement:
     """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
-    dim, flat = int(given.shard_dim), given.cut
+    dim, flat = int(given.shard_dim), given.layout
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 
 

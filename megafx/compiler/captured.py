@@ -31,7 +31,7 @@ from megafx.ir.nodes import aten_ops
 from megafx.ir.program import VAL, Note, Program
 from megafx.ops.eager_call import matching
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.report.drawn import bytes_text
+from megafx.units import bytes_text
 
 LARGE = 0.1  # a share of the parameters from which a warning says so
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the path of a module

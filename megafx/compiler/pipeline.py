@@ -53,7 +53,6 @@ from megafx.passes.fuse.fuse_local import fuse_local
 from megafx.passes.fuse.group_experts import group_experts
 from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
-from megafx.passes.localize.halve_batch import halve_batch
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
@@ -65,7 +64,6 @@ from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.lower.schedule_offload import schedule_offload
 from megafx.passes.lower.write_padded_rows import write_padded_rows
-from megafx.passes.plan.choose_halves import choose_halves
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
@@ -123,7 +121,6 @@ PLANNING: tuple[PassFunction, ...] = (
     flatten_tokens,
     plan_sharding,
     insert_transitions,
-    choose_halves,
     describe_plan,
 )
 # One rank's shapes.
@@ -133,7 +130,6 @@ LOCAL: tuple[PassFunction, ...] = (
     fuse_local,
     merge_linears,
     group_experts,
-    halve_batch,
 )
 # Forward and backward in one graph. A graph without gradients goes without these.
 BACKWARD: tuple[PassFunction, ...] = (

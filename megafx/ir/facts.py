@@ -57,9 +57,9 @@ class OpFacts:
     samples     arguments of calls on small tensors (`real`, `fixed`, `ids`, `mask` below)
     cost        MATMUL or ATTENTION, of which arithmetic counts; FREE: moves no memory; else each operand is read once
     terms       of a MATMUL, where the rule does not tell: shapes of its arguments -> terms summed for an element of the result
-    types       'S1, R -> R': what ranks hold of the tensor operands, and of the results: R, P, V (it differs by rank).
-                S0, S1, S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same
-                operands made on each rank, and, as an operand, gathered
+    types       'S1, R -> R': what ranks hold of the tensor operands, and of the results ('; ' between them): R, P. S0, S1,
+                S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same operands
+                made on each rank, and, as an operand, gathered
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its backward, can recompute as its last result

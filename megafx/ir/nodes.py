@@ -220,9 +220,6 @@ class Draw(NamedTuple):
     seed: a 0-d tensor, or None: nothing is drawn; p: probability that an element is dropped; op_id: the op's number in the
     graph; shard_dim, layout: how the (first) result is cut over the ranks of `axis` (-1 and []: whole). An element's bits
     follow from its linear index in the whole result.
-
-    The result may be some rows (dim 0) of a larger tensor: its layout then begins with 0, first, rows (`of_rows`): it starts at
-    row `first` of `rows`, and the rest of the layout is as above.
     """
 
     seed: Any = None
@@ -236,25 +233,6 @@ class Draw(NamedTuple):
     def args(self) -> tuple[Any, ...]:
         """In the order that ops take them."""
         return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
-
-    @property
-    def part(self) -> tuple[int, int] | None:
-        """(first, rows) of a part; None of a whole tensor."""
-        return (self.layout[1], self.layout[2]) if self._is_part() else None
-
-    @property
-    def cut(self) -> tuple[Any, ...]:
-        """The layout over the ranks alone."""
-        return tuple(self.layout[3:] if self._is_part() else self.layout)
-
-    def _is_part(self) -> bool:
-        return (
-            len(self.layout) > 0 and isinstance(self.layout[0], int) and self.layout[0] == 0
-        )  # no other layout begins with 0
-
-    def of_rows(self, first: Any, rows: Any) -> list[Any]:
-        """The layout argument of a draw for these rows of dim 0."""
-        return [0, first, rows, *self.cut]
 
 
 def is_draw(op: Any) -> bool:

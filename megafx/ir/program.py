@@ -10,8 +10,6 @@ Meta keys of a node (the only ones that passes may rely on):
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
     tokens     dims (structural) that the value's first dim represents, where `flatten_tokens` made one of several
-    halved     True on nodes that may run on two halves of the batch (`choose_halves`)
-    rows       the dim of a value that has a row for each of the batch's, where halves of the batch run
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
     layer      number of the node's layer in the order of use, where kept values are offloaded (`choose_kept`)
 """
@@ -30,6 +28,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from megafx.errors import SourceLine
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Placement
+from megafx.units import mib_text
 
 if TYPE_CHECKING:
     from torch._subclasses import FakeTensorMode
@@ -41,7 +40,6 @@ VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by",
 TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
-HALVED, ROWS = "halved", "rows"
 LAYER = "layer"
 
 
@@ -177,11 +175,10 @@ class Recomputed:
         return self.promise is None or self.at is None or int(self.at.xreplace(sizes)) <= self.promise
 
     def __str__(self) -> str:
-        mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731
-        text = f"{mib(self.kept)} of {mib(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        text = f"{mib_text(self.kept)} of {mib_text(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
         if self.offloaded:
-            text = f"{text}, {mib(self.offloaded)} of it on the host"
-        return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
+            text = f"{text}, {mib_text(self.offloaded)} of it on the host"
+        return text if self.promise is None else f"{text} (budget {mib_text(self.promise)})"
 
 
 Source = str | tuple[str, int]  # an output, or a tensor that a call of an eager module gets: (its key, which)
@@ -321,7 +318,7 @@ def located(node: fx.Node) -> dict[str, Any]:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, HALVED, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)
@@ -424,7 +421,7 @@ def active_nodes(program: Program) -> set[fx.Node]:
         if spec.kind == "param" or (spec.kind == "user" and is_floating(node)):
             active.add(node)
     for node in program.graph.nodes:
-        if node.op == "call_function" and _tensors(node) and any(a in active for a in node.all_input_nodes):
+        if node.op == "call_function" and tensors_of(node) and any(a in active for a in node.all_input_nodes):
             active.add(node)
     return active
 
@@ -449,11 +446,12 @@ def differentiable_outputs(program: Program) -> list[int]:
     return [i for i, o in enumerate(program.outputs) if made[i] and o.kind == "user" and o.requires_grad]
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The node's value, or those of its values that are tensors."""
     value = node.meta.get(VAL)
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def is_floating(node: fx.Node) -> bool:
-    return any(v.dtype.is_floating_point or v.dtype.is_complex for v in _tensors(node))
+    return any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors_of(node))

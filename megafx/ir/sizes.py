@@ -141,6 +141,14 @@ class Sizes:
             known[structural] = self._workload(structural)
         return known[structural]
 
+    def numel(self, value: torch.Tensor) -> int:
+        """Elements of a tensor at the workload."""
+        return self.workload(math.prod(self.shape(value)))
+
+    def bytes(self, value: Any) -> int:
+        """Bytes of a tensor at the workload; 0 for anything else."""
+        return self.numel(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
     def _workload(self, structural: int) -> int:
         coefficient, powers = self.factors(structural)
         for atom, power in powers.items():
@@ -215,8 +223,9 @@ def size_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return {**symbol_sources(graph), **row_sources(graph)}
 
 
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
+def is_size(node: fx.Node) -> bool:
+    """True if the node's value is a number, such as the size of a dim."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymFloat))
 
 
 class SizeEmitter:
@@ -229,21 +238,21 @@ class SizeEmitter:
         rows = row_sources(graph)
         self._sources = {**symbol_sources(graph), **rows}  # a tangent has such a size, too
         self._late = {node for node, _ in rows.values()}  # rows, and the sizes that stem from them
-        self.anchor = next(n for n in graph.nodes if n.op != "placeholder" and not _is_size(n))
+        self.anchor = next(n for n in graph.nodes if n.op != "placeholder" and not is_size(n))
         for node in graph.nodes:  # sizes that an earlier pass emitted
             if node is self.anchor:
                 break
             if node.op != "placeholder":
                 self._nodes.setdefault(node.meta["val"].node.expr, node)
         for node in graph.nodes if rows else ():
-            if _is_size(node) and self._late.intersection(node.all_input_nodes) and self._follows_rows(node):
+            if is_size(node) and self._late.intersection(node.all_input_nodes) and self._follows_rows(node):
                 self._late.add(node)
                 self._nodes.setdefault(node.meta["val"].node._expr, node)
 
     def _follows_rows(self, node: fx.Node) -> bool:
         """Whether only sizes stand between it and the rows that it is computed from: others may be used before it."""
         before = node.prev
-        while _is_size(before):
+        while is_size(before):
             before = before.prev
         return before in self._late
 
@@ -287,7 +296,7 @@ class SizeEmitter:
     def _call(self, key: Any, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         if key not in self._nodes:
             if self.anchor._erased:
-                self.anchor = next(n for n in self.graph.nodes if n.op != "placeholder" and not _is_size(n))
+                self.anchor = next(n for n in self.graph.nodes if n.op != "placeholder" and not is_size(n))
             late = [a for a in args if isinstance(a, fx.Node) and a in self._late]
             with self.graph.inserting_after(max(late)) if late else self.graph.inserting_before(self.anchor):
                 node = self.graph.call_function(target, args)

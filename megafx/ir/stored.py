@@ -33,14 +33,12 @@ from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, register_dataclass
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import (
     FQN,
-    HALVED,
     LAYER,
     MADE_BY,
     PHASE,
     PLACEMENT,
     RECOMPUTE,
     REGION,
-    ROWS,
     SOURCE,
     TOKENS,
     VAL,
@@ -66,7 +64,7 @@ RECORDS: tuple[type, ...] = (
     *(SourceLine, Leaf, OutputLeaf, Batch, Fusion, Input, Note, Output, Reached, Recomputed, RowCount),
     *(Block, Layout, Nested, Owned, Placement),
 )
-_KEPT = (VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE, TOKENS, RECOMPUTE, HALVED, ROWS, REGION, LAYER)
+_KEPT = (VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE, TOKENS, RECOMPUTE, REGION, LAYER)
 _SHARED = (SourceLine, Placement, Nested, Owned, Layout)  # written once, since many nodes have equal ones
 _NAMESPACES = ("aten", "megafx", "prims", "_c10d_functional")
 _OPERATORS = "getitem add sub mul truediv floordiv mod pow neg lt le gt ge eq ne and_ or_ not_"

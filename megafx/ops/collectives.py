@@ -1,7 +1,6 @@
 """Transitions and rank-dependent values as ops, and the ranks that they run on.
 
     megafx::transition    local value at src -> local value at dst (placements.TRANSITIONS); backward: the dual transition
-    megafx::axis_index    () -> this rank's coordinate, 0-d int64
     megafx::rank_select   [t, ...] -> [...]      backward: rank_place
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
@@ -109,12 +108,6 @@ def _op(fake: Callable[..., Tensor]) -> Callable[..., Any]:
     return register
 
 
-@_op(lambda axis, device: torch.empty((), dtype=torch.int64, device=device))
-def axis_index(axis: str, device: torch.device) -> Tensor:
-    """() -> 0-d int64: this rank's coordinate on the axis."""
-    return torch.full((), axis_rank(axis), dtype=torch.int64, device=device)
-
-
 @_op(lambda x, axis: x.new_empty(x.shape[1:]))
 def rank_select(x: Tensor, axis: str) -> Tensor:
     """x: [t, ...] -> [...]: this rank's entry."""
@@ -164,8 +157,6 @@ torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fa
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")
-for _name in ("axis_index", "rank_select", "rank_place"):
-    declare(f"megafx.{_name}.default", types="-> V")
 
 
 def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:

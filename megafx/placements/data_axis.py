@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megafx.config import Config
 from megafx.placements.types import Layout
 
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
@@ -32,6 +33,13 @@ class DataAxis:
     form: str = DDP
     shard_ranks: int = 1
     bucket_bytes: int = 25 * 2**20
+
+    @classmethod
+    def of(cls, config: Config) -> DataAxis | None:
+        """What a config says without ranks to ask; None for one rank."""
+        ranks, form = config.data_parallel_size or 1, config.data_parallel
+        shard = 1 if form == DDP else config.data_parallel_shard_size or ranks
+        return cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
 
     @property
     def sharded(self) -> bool:

@@ -182,7 +182,7 @@ def op_bytes(name: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
     """Bytes over device memory in one forward pass: each operand read and the result written once."""
     if cost_kind(name) == FREE:
         return 0
-    if name == "embedding":
+    if name in ("embedding", "embedding_of_rank"):
         return 2 * out_bytes  # only the rows looked up are read
     return out_bytes + sum(operand_bytes)
 

@@ -77,8 +77,7 @@ class Problem:
     def numel(self, node: fx.Node) -> int:
         """Elements of the value at the workload."""
         if node not in self._numel:
-            shape = self.program.sizes.shape(node.meta[VAL])
-            self._numel[node] = math.prod(self.program.sizes.workload(n) for n in shape)
+            self._numel[node] = self.program.sizes.numel(node.meta[VAL])
         return self._numel[node]
 
     def transition_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:

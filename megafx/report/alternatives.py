@@ -13,7 +13,8 @@ from megafx.planner.cost import transition_cost
 from megafx.planner.plan import Plan, Transition
 from megafx.planner.problem import Neighbourhood, Problem
 from megafx.report.describe import style_of
-from megafx.report.drawn import Picture, bytes_text
+from megafx.report.drawn import Picture
+from megafx.units import bytes_text
 
 Sent = Counter[tuple[str, int]]  # (collective, bytes that a rank sends) -> how many, forward and backward
 

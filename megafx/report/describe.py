@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -205,7 +204,7 @@ def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTrans
         return None
     value, t = node.meta[VAL], planner.t
     itemsize = max(value.dtype.itemsize, 4)
-    numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
+    numel = 4 * t * program.sizes.numel(value)
     cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
     return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
 
@@ -217,8 +216,7 @@ def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) ->
         root = root.all_input_nodes[0]
     needs_grad = root in planner.differentiable
     shape = program.sizes.shape(val)
-    numel = math.prod(program.sizes.workload(n) for n in shape)
-    sizes = (numel, val.dtype.itemsize, planner.hardware, planner.t)
+    sizes = (program.sizes.numel(val), val.dtype.itemsize, planner.hardware, planner.t)
     pieces = in_pieces(src, shape) or in_pieces(dst, shape)
     cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megafx.placements.types import LOCAL
 from megafx.planner.hardware import Hardware
+from megafx.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,3 @@ class Picture:
     hardware: Hardware
     ranks: int
     overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
-
-
-def time_text(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
-
-
-def bytes_text(n: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"

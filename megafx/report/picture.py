@@ -7,7 +7,6 @@ Times are microseconds and sizes bytes, of one rank at the workload that the pla
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -34,8 +33,9 @@ from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
 from megafx.planner.times import attention_seconds, product_seconds
 from megafx.report.describe import priced, statistics, style_of, text_of
-from megafx.report.drawn import Drawn, Picture, PricedTransition, Region, bytes_text
+from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
 from megafx.rules.strategies import OpRule
+from megafx.units import bytes_text
 
 
 def draw(program: Program, planner: Planner) -> Picture:
@@ -166,15 +166,8 @@ class _Draw:
         shape = [self.program.sizes.workload(n) for n in self.program.sizes.shape(value)]
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
-    def _numel(self, node: fx.Node) -> int:
-        value = node.meta[VAL]
-        if not isinstance(value, torch.Tensor):
-            return 0
-        return math.prod(self.program.sizes.workload(n) for n in self.program.sizes.shape(value))
-
     def _bytes(self, node: fx.Node) -> int:
-        value = node.meta[VAL]
-        return self._numel(node) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+        return self.program.sizes.bytes(node.meta[VAL])
 
     def _cost(
         self, node: fx.Node, rule: OpRule, choice: OpChoice, has_weight: bool
@@ -186,7 +179,7 @@ class _Draw:
         name, hardware, itemsize = op_name(node), self.planner.hardware, value.dtype.itemsize
         terms, numel, dtype = (
             contraction(self.program, rule),
-            self._numel(node),
+            self.program.sizes.numel(node.meta[VAL]),
             str(value.dtype).removeprefix("torch."),
         )
         part, kind = share_of_op(choice, name, self.planner.t), cost_kind(name)
@@ -244,7 +237,7 @@ class _Draw:
         for node, spec in self.params.items():
             part = share(self.plan.params[spec.name], t)
             held += self._bytes(node) * part
-            optimizer += 1e6 * optimizer_seconds(self._numel(node), self.planner.hardware) * part
+            optimizer += 1e6 * optimizer_seconds(self.program.sizes.numel(node.meta[VAL]), self.planner.hardware) * part
             for user in node.users:
                 if user.target is torch.ops.megafx.transition.default:
                     move = priced(self.program, self.planner, node, user)

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from megafx.analysis.communication import Communication
 from megafx.analysis.memory import Memory
 from megafx.errors import UsageError
-from megafx.ir.program import Fusion, Note, Program
+from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
-from megafx.report.drawn import PricedTransition, bytes_text, time_text
+from megafx.report.drawn import PricedTransition
 from megafx.report.page import data_of, page, picture_data
 from megafx.report.trace import trace_events
+from megafx.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -231,16 +232,6 @@ class Report:
 def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
     """Bring in what later passes and the runtime noted."""
     report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
-
-
-def refresh(report: Report, notes: Iterable[Note], program: Program | None) -> None:
-    """Bring in the runtime's notes, and what passes did to the last compiled program."""
-    refresh_notes(report, notes)
-    if program is not None:
-        refresh_notes(report, program.notes)
-        report.fusions = fused(program.fusions)
-        if program.recomputed is not None:
-            report.header["kept for backward"] = str(program.recomputed)
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:

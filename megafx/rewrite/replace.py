@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megafx.ir.dump import dtype_text
 from megafx.ir.nodes import Draw, argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
-from megafx.ir.sizes import SizeEmitter
+from megafx.ir.sizes import SizeEmitter, is_size
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import PatternError, parameters
 from megafx.rewrite.trace import canonical_form, plain_modes, without_code
@@ -52,7 +52,7 @@ class Replacer:
         if where is None:
             return "its results are used before all of its operands are there"
         made = self._instantiate(match, traced, where)
-        new = [made[n] for n in traced.graph.nodes if n.op == "call_function" and not _is_size(n)]
+        new = [made[n] for n in traced.graph.nodes if n.op == "call_function" and not is_size(n)]
         if self.refuse is not None:
             pairs = zip((made[n] for n in traced.results), match.roots, strict=True)
             reason = self.refuse(new, list(pairs))
@@ -197,7 +197,7 @@ class Replacer:
             if node.op != "call_function":
                 continue
             value = node.meta[VAL]
-            if _is_size(node):
+            if is_size(node):
                 made[node] = self.sizes(self.program.sizes.of(value))
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
@@ -245,11 +245,7 @@ class Replacer:
         for node in sorted(matched, reverse=True):
             if not node.users:
                 program.graph.erase_node(node)
-        nodes = (n for n in traced.graph.nodes if n.op == "call_function" and not _is_size(n))
+        nodes = (n for n in traced.graph.nodes if n.op == "call_function" and not is_size(n))
         odd = [made[n] for n in nodes if getattr(n.target, "namespace", "") == "aten" and n.target is not _LINEAR]
         if odd:
             canonical_form().nodes(program, odd)
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta[VAL], (torch.SymInt, int))

@@ -6,8 +6,6 @@ ops alike. I and R hold the same values, so the facts are
     R         the same value on every rank (I is read as R)
     S(d, L)   a shard
     P         summands
-    VARYING   another value on each rank, such as its coordinate. Taints what it meets; lookups.py knows the ops of a
-              sharded vocabulary, which compute with it
 
 Nothing here trusts the planner: a placement on a node's meta only decides between valid readings of a local view
 ([1, 64] of a rank: one head of two, or half a head). checks/types.py follows all readings.
@@ -34,7 +32,6 @@ from megafx.rules.families import Shape
 from megafx.rules.grammar import names
 from megafx.rules.strategies import Template, around, place, template_of_node
 
-VARYING = Placement("V")
 Facts = Mapping[fx.Node, Any]
 Result = Placement | tuple[Placement, ...]
 
@@ -85,8 +82,6 @@ class _Inference:
     def generic(self) -> Result:
         if all(p == R for p in self.given):
             return self.results(R)
-        if VARYING in self.given:
-            return self.results(VARYING)
         cuts = {n: self.fact(n).dim for n in self.node.all_input_nodes if _is_tensor(n) and self.fact(n).is_shard}
         template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts)
         if template.kind == "none":
@@ -250,35 +245,39 @@ def _transition(at: _Inference) -> Placement:
     src, dst = (Placement.parse(str(tag), flat) for tag, flat in zip((src_tag, dst_tag), flats, strict=True))
     have, want = at.fact(source), R if src.kind == "I" else src
     assert isinstance(source, fx.Node)
-    one_each = src.is_shard and src.cut == Layout.contiguous(at.t, at.t) and at.shape(source)[src.dim] == 1
     uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes, src.cut)
     held = same_value(have, want, at.t, at.sizes)
-    if not held and not (have == VARYING and one_each) and not uniform and not (want == P and is_zero(source)):
+    if not held and not uniform and not (want == P and is_zero(source)):
         raise at.error(f"the transition starts from {src}")
     if src != dst and (src.kind, dst.kind) not in TRANSITIONS:
         raise at.error(f"{src} -> {dst} is no transition")
     return R if dst.kind == "I" else dst
 
 
-def _by_types(at: _Inference, types: str) -> Placement:
-    """What the op's file says (`OpFacts.types`) of its first operand and its result."""
-    wanted, _, made = (part.strip() for part in types.partition("->"))
-    if "S" in types:
-        return _cut(at, wanted, made)
-    owner = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1]) if "O" in types else R
-    forms = {"R": (R, "the same on every rank"), "P": (P, "summands"), "V": (VARYING, "")}
-    forms["O"] = (owner, f"held by {owner} alone")
-    if wanted and at.given[0] != forms[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
-        raise at.error(f"it takes a value that is {forms[wanted][1]}")
-    return forms[made][0]
-
-
-def _cut(at: _Inference, wanted: str, made: str) -> Placement:
-    """Types with a shard by the argument `layout`: 'R -> S-3'."""
+def _by_types(at: _Inference, types: str) -> Result:
+    """What the op's file says (`OpFacts.types`); () for statistics, which no placement describes."""
     target: Any = at.node.target
-    flat = _arguments(at.node)[[a.name for a in target._schema.arguments].index("layout")]
-    layout, n = Layout.from_flat(flat), at.node.meta[VAL].ndim
-    have, result = (S(int(p[1:]) % n, layout) if p[0] == "S" else Placement(p) for p in (wanted, made))
-    if not same_value(at.given[0], have, at.t, at.sizes):
-        raise at.error(f"it takes a value that is {have}")
-    return result
+    names_of = [a.name for a in target._schema.arguments]
+    tensors = [i for i, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
+    wanted, _, made = (part.strip() for part in types.partition("->"))
+    meant = {"R": R, "P": P, "stats": R}
+    if "S" in types:
+        flat = _arguments(at.node)[names_of.index("layout")]
+        cut = Layout.from_flat([at.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat])
+    if "O" in types:
+        meant["O"] = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1])
+
+    def placement(text: str, ndim: int) -> Placement:
+        return S(int(text[1:]) % ndim, cut) if text[0] == "S" else meant[text]
+
+    for i, text in zip(tensors, wanted.split(", "), strict=True):
+        value = _arguments(at.node)[i]
+        want = placement(text, value.meta[VAL].ndim) if value is not None else R
+        if value is None or same_value(at.fact(value), want, at.t, at.sizes) or (want == P and is_zero(value)):
+            continue
+        held = {"R": "the same on every rank", "P": "summands"}.get(want.kind, f"{want}")
+        raise at.error(f"its operand '{names_of[i]}' must be {held}")
+    if made == "stats":
+        return ()
+    results = at.node.meta[VAL] if isinstance(at.node.meta[VAL], (tuple, list)) else [at.node.meta[VAL]]
+    return at.results(*(placement(text, r.ndim) for text, r in zip(made.split("; "), results, strict=True)))

@@ -190,9 +190,8 @@ class RepeatedCalls:
         # Caches are leaves, and left out: graphs make them where they are asked for.
         leaves, _ = pytree.tree_flatten_with_path(output, is_leaf=is_cache)
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
-        state = dict(_leaves(model)) | {f"argument {k}": x for k, x in enumerate(inputs)}
+        state = dict(_leaves(model))
         old = {id(x) for x in before.values()}
-        old |= {id(x) for x in inputs}
         left = {path: x for path, x in state.items() if isinstance(x, Tensor) and id(x) not in old}
         losses = [x for x in named.values() if x.requires_grad and x.numel() == 1]
         roots = [x for x in {**named, **left}.values() if x.requires_grad and x.grad_fn is not None]
@@ -226,13 +225,10 @@ class RepeatedCalls:
 
 
 def copy_of(values: Any) -> Any:
-    """Arguments of a call, which it may change. Tensors are leaves of autograd where the caller's are."""
+    """Arguments of a call, which it may change. Tensors are leaves of autograd."""
 
     def fresh(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return copy.deepcopy(x)
-        own = x.detach().clone().requires_grad_(x.requires_grad)
-        return own if x.is_leaf else own.clone()
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else copy.deepcopy(x)
 
     return pytree.tree_map(fresh, values, is_leaf=is_cache)
 

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafx.config import bytes_of
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet, only_rank_0
 from megafx.distributed.parameters import everyone_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.placements.slices import ShardSlice
 from megafx.progress import stage
+from megafx.units import bytes_of
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import INDEX, SINGLE, flush_folder
 from megafx.weights.names import Saving, find_savings

@@ -47,6 +47,7 @@ from megafx.ir.program import (
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
 from megafx.passes.backward.functional import functional
+from megafx.placements.moves import same_sizes
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
@@ -331,20 +332,9 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if node.target is aten.copy.default:  # into memory of this form: a copy that changes nothing but the memory
         value: Any = node.args[1].meta[VAL]  # type: ignore[union-attr]
         alike = value.dtype == node.meta[VAL].dtype and value.device == node.meta[VAL].device
-        forms = ([*v.shape, *v.stride()] for v in (value, node.meta[VAL]))
-        return node.args[1] if alike and value.dim() == node.meta[VAL].dim() and all(map(_same_size, *forms)) else None  # type: ignore[return-value]
-    if node.target in RESHAPES:
-        a, b = node.meta[VAL], source.meta[VAL]
-        if a.dim() == b.dim() and all(_same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True)):
-            return source
-    return None
-
-
-def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Equal as expressions; adds no guard."""
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(a.node.expr == b.node.expr)
-    return isinstance(a, int) and isinstance(b, int) and a == b
+        forms = [[*v.shape, *v.stride()] for v in (value, node.meta[VAL])]
+        return node.args[1] if alike and same_sizes(*forms) else None  # type: ignore[return-value]
+    return source if node.target in RESHAPES and same_sizes(node.meta[VAL].shape, source.meta[VAL].shape) else None
 
 
 def _reroot_sizes(program: Program) -> None:

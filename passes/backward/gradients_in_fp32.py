@@ -23,12 +23,14 @@ from megafx.ir.nodes import BACKWARD, in_backward, shows_operand
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, recompute_val
 from megafx.kernels.loss import linear_cross_entropy, vocab_linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.kernels.products_fp32 import LOW, addmm_fp32, mm_fp32
+from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK_GRADIENT
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "gradients_in_fp32"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
+_LOOKUPS = (aten.embedding_dense_backward.default, EMBEDDING_OF_RANK_GRADIENT)
 _PASSES_ON = (aten.clone.default, aten.contiguous.default, mfx.transition.default)
 # Ops that give the gradient of a loss's weight -> (the form that gives it in fp32, its place among the results).
 _LOSSES: dict[Any, tuple[Any, int]] = {
@@ -92,7 +94,7 @@ class _Widen:
                 return self._emit(node, mm_fp32, *args)
             if target is aten.addmm.default and args[0].meta[VAL].shape == node.meta[VAL].shape and len(args) == 3:  # type: ignore[union-attr]
                 return self._emit(node, addmm_fp32, self(args[0]), *args[1:])  # type: ignore[arg-type]
-            if target is aten.embedding_dense_backward.default:
+            if target in _LOOKUPS:
                 return self._emit(node, target, self._cast(args[0]), *args[1:])  # type: ignore[arg-type]
             if self._widen_loss(node):
                 return node

@@ -21,7 +21,6 @@ Sums of gradients over data-parallel ranks start once their last gradient is the
 from __future__ import annotations
 
 import bisect
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +127,7 @@ def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> 
     of_kind = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
     t: int = of_kind.get(kind, lambda: RANKS_ASSUMED)()
     itemsize = operands[0].meta[VAL].element_size()
-    whole = sum(_numel(program, n) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
+    whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
     return collective_seconds(kind, whole, itemsize, hardware, t)
 
 
@@ -137,11 +136,7 @@ def _product_seconds(program: Program, node: fx.Node, hardware: Hardware) -> flo
     left = next(a for a in node.all_input_nodes if a is (node.args[1] if "add" in str(node.target) else node.args[0]))
     summed = program.sizes.workload(program.sizes.of(left.meta[VAL].shape[-1]))
     dtype = DTYPE_OF_ITEMSIZE.get(left.meta[VAL].element_size(), "float32")
-    return matmul_seconds(2.0 * _numel(program, node) * summed, dtype, hardware)
-
-
-def _numel(program: Program, node: fx.Node) -> int:
-    return program.sizes.workload(math.prod(program.sizes.shape(node.meta[VAL])))
+    return matmul_seconds(2.0 * program.sizes.numel(node.meta[VAL]) * summed, dtype, hardware)
 
 
 # -- the order

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
-from megafx.ir.program import HALVED, MADE_BY, PLACEMENT, ROWS, VAL, Program, inherit, located, recompute_val
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, inherit, located, recompute_val
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
@@ -101,7 +101,7 @@ def check_shape(local: Localizer, node: fx.Node, placement: Placement) -> None:
 
 def replace(local: Localizer, node: fx.Node, new: fx.Node) -> None:
     """`new` takes the place of `node`, with its placement."""
-    new.meta |= {key: node.meta[key] for key in (PLACEMENT, HALVED, ROWS) if key in node.meta}
+    new.meta[PLACEMENT] = node.meta[PLACEMENT]
     new.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), NAME)
     node.replace_all_uses_with(new)
     local.global_shape[new] = local.global_shape[node]

@@ -14,6 +14,7 @@ from megafx.ir.facts import facts_of
 from megafx.ir.nodes import argument, is_draw, set_arguments
 from megafx.ir.program import VAL, get_at, set_at
 from megafx.ops.axes import with_axis
+from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK
 from megafx.ops.shared_heads import repeats_for
 from megafx.passes.localize.editor import Family, Localizer, replace
 from megafx.placements.types import Layout, P, S
@@ -144,31 +145,11 @@ def localize_heads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 
 
 def localize_embedding(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """embedding(w, ids) with w sharded on rows -> rows of ids in this rank's range, zeros elsewhere: a partial.
-
-    The table is sharded on rows, one contiguous range a rank (rules/strategies.py proposes no other layout).
-    Source: Megatron-LM vocab_parallel_embedding.
-    """
-    if choice.out != P or not choice.ins[0].is_shard:
-        return
-    weight, ids = node.args[:2]
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
-    rows = choice.ins[0].cut.local_size(local.t)
-    emit = local.before(node)
-    rank = emit(ops.axis_index.default, local.axis, ids.meta[VAL].device)
-    index = emit(aten.sub.Tensor, ids, emit(aten.mul.Tensor, rank, rows))
-    mine = emit(aten.bitwise_and.Tensor, emit(aten.ge.Scalar, index, 0), emit(aten.lt.Scalar, index, rows))
-    zero = emit(aten.scalar_tensor.default, 0, dtype=index.meta[VAL].dtype, device=index.meta[VAL].device)
-    safe = emit(aten.where.self, mine, index, zero)
-    found = emit(aten.embedding.default, weight, safe)
-    padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
-    if isinstance(padding, int) and padding >= 0:
-        # padding_idx: the row is read but gets no gradient; the index is global, rows are local
-        is_padding = emit(aten.unsqueeze.default, emit(aten.eq.Scalar, ids, padding), -1)
-        found = emit(aten.where.self, is_padding, emit(aten.detach.default, found), found)
-    nothing = emit(aten.scalar_tensor.default, 0, dtype=found.meta[VAL].dtype, device=found.meta[VAL].device)
-    inside = emit(aten.unsqueeze.default, mine, -1)
-    replace(local, node, emit(aten.where.self, inside, found, nothing, placement=P))
+    """embedding(w, ids) with w sharded on rows -> rows of ids in this rank's range, zeros elsewhere: a partial."""
+    if choice.out == P and choice.ins[0].is_shard:
+        padding = argument(node, "padding_idx")
+        args: Any = (*node.args[:2], padding, local.layout(choice.ins[0]), local.axis, local.t)
+        replace(local, node, local.before(node)(EMBEDDING_OF_RANK, *args, placement=P))
 
 
 def localize_by_facts(local: Localizer, node: fx.Node, choice: OpChoice) -> None:

@@ -17,8 +17,8 @@ from torch import fx
 
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
+from megafx.ops import embedding_of_rank, shared_heads
 from megafx.ops.axes import AxisContext
-from megafx.ops.shared_heads import HEADS_OF_RANK, HEADS_OF_RANK_GRADIENT, give_back, take
 from megafx.placements.moves import same_sizes
 from megafx.placements.types import Layout
 from megafx.planner.context import Planner
@@ -75,13 +75,8 @@ def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
     return x if axes[axis].rank == 0 else build(aten.zeros_like.default, x)  # type: ignore[index,return-value]
 
 
-def _index(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-    axis, device = node.args
-    return build(aten.full.default, [], axes[axis].rank, dtype=torch.int64, device=device)  # type: ignore[index]
-
-
 def _heads(compute: Any) -> Any:
-    """take or give_back of ops/shared_heads.py; a slice is copied, since the op's result has memory of its own."""
+    """compute: `take` or `give_back` of ops/shared_heads.py; a slice is copied, since the op's result has memory of its own."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
         x, repeats, layout, axis, t = node.args
@@ -93,13 +88,25 @@ def _heads(compute: Any) -> Any:
     return bind
 
 
+def _embedding(compute: Any) -> Any:
+    """compute: `look_up` or `give_back` of ops/embedding_of_rank.py."""
+
+    def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+        x, ids, padding_idx, layout, axis, t = node.args
+        made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)  # type: ignore[arg-type,index]
+        return made
+
+    return bind
+
+
 _RULES: dict[Any, Any] = {
-    HEADS_OF_RANK: _heads(take),
-    HEADS_OF_RANK_GRADIENT: _heads(give_back),
+    shared_heads.HEADS_OF_RANK: _heads(shared_heads.take),
+    shared_heads.HEADS_OF_RANK_GRADIENT: _heads(shared_heads.give_back),
+    embedding_of_rank.EMBEDDING_OF_RANK: _embedding(embedding_of_rank.look_up),
+    embedding_of_rank.EMBEDDING_OF_RANK_GRADIENT: _embedding(embedding_of_rank.give_back),
     mfx.rank_select.default: _select,
     mfx.rank_place.default: _place,
     mfx.rank0_only.default: _rank0,
-    mfx.axis_index.default: _index,
 }
 
 

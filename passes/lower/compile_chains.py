@@ -24,6 +24,7 @@ from torch import fx
 
 from megafx.ir.nodes import COPIES, aten_ops, is_view
 from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
 from megafx.planner.context import Planner
 from megafx.planner.cost import memory_seconds
@@ -98,10 +99,6 @@ def _shows(node: fx.Node) -> bool:
     return is_view(node) and not is_work(node)
 
 
-def _is_size(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta.get(VAL), (int, torch.SymInt))
-
-
 @dataclass
 class Found:
     """A chain. nodes: connected ops, in order; inside: those of them that the function computes. The others are views."""
@@ -121,7 +118,7 @@ def chains_of(graph: fx.Graph) -> list[Found]:
     for node in graph.nodes:
         if node.op == "call_function" and (is_work(node) or _shows(node)):
             run[node] = None
-        elif not _is_size(node) or any(a in run for a in node.all_input_nodes):
+        elif not is_size(node) or any(a in run for a in node.all_input_nodes):
             found += _connected(run)
             run = {}
     return [*found, *_connected(run)]
@@ -138,7 +135,7 @@ def _connected(run: dict[fx.Node, None]) -> list[Found]:
 
     for node in run:
         for operand in node.all_input_nodes:
-            if operand in run or not _is_size(operand):
+            if operand in run or operand.op != "call_function" or not is_size(operand):
                 root[top(node)] = top(operand)
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in run:
@@ -163,21 +160,14 @@ def _connected(run: dict[fx.Node, None]) -> list[Found]:
 # -- what they save
 
 
-def _bytes(program: Program, node: fx.Node) -> float:
-    value = node.meta.get(VAL)
-    if not isinstance(value, torch.Tensor):
-        return 0.0
-    return float(program.sizes.workload(program.sizes.of(value.numel())) * value.dtype.itemsize)
-
-
 def _saved(program: Program, planner: Planner, chain: Found) -> float:
     """Seconds that one kernel saves over the ops one by one."""
     working, inside = chain.working(), chain.inside
-    apart = sum(_bytes(program, x) for n in working for x in (n, *n.all_input_nodes))
+    apart = sum(program.sizes.bytes(x.meta.get(VAL)) for n in working for x in (n, *n.all_input_nodes))
     given = {x for n in inside for x in n.all_input_nodes} - inside
     results = [n for n in working if any(u not in inside for u in n.users)]
     launches = (len(working) - 1) * planner.hardware.launch_seconds
-    joined = sum(_bytes(program, x) for x in (*given, *results))
+    joined = sum(program.sizes.bytes(x.meta.get(VAL)) for x in (*given, *results))
     return memory_seconds(max(apart - joined, 0.0), planner.hardware) + launches
 
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 
 from megafx.analysis.communication import is_start
@@ -30,6 +29,7 @@ from megafx.analysis.layers import Layers
 from megafx.errors import PlanError
 from megafx.ir.nodes import in_backward
 from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit
+from megafx.ir.sizes import is_size
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.planner.context import Planner
 
@@ -176,7 +176,7 @@ class Spender:
     def _from_inputs(self, cone: list[fx.Node], instead: list[fx.Node]) -> bool:
         """Whether nothing else is needed for the cone (an embedding): then readers may be in any layer."""
         operands = {a for n in cone for a in when_repeated(n)}
-        return not instead and all(a in cone or is_given(a) or _is_size(a) for a in operands)
+        return not instead and all(a in cone or is_given(a) or is_size(a) for a in operands)
 
     def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
         """What needs the value in the end; a reader that is recomputed is replaced by its own readers."""
@@ -197,7 +197,7 @@ class Spender:
         todo = list(values)
         while todo:
             node = todo.pop()
-            if node in cone or is_given(node) or _is_size(node):
+            if node in cone or is_given(node) or is_size(node):
                 continue
             if node in self.kept.saved and node not in values:
                 continue
@@ -258,10 +258,6 @@ class Spender:
         if node not in self.times:
             self.times[node] = seconds(self.program, node, self.planner.hardware, self.planner.t)
         return self.times[node]
-
-
-def _is_size(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get(VAL), (torch.Tensor, tuple, list))
 
 
 def layers_of(program: Program) -> dict[fx.Node, int]:

@@ -26,10 +26,10 @@ import torch
 from torch import fx
 
 import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
-from megafx.analysis.kept import Kept, is_given, seconds, tensors_of, total_bytes
+from megafx.analysis.kept import Kept, is_given, seconds, total_bytes
 from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit
+from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit, tensors_of
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import is_on_host
 from megafx.passes.recompute.budget import Spender, layers_of, promised_bytes, whole
@@ -102,7 +102,7 @@ def kept_formula(program: Program, kept: Kept) -> sympy.Expr:
     """The bytes that are kept, as a formula of a call's sizes."""
     sizes = program.sizes
     here = [node for node in kept.saved if not is_given(node) and not is_on_host(node)]
-    values = [v for node in here for v in tensors_of(node.meta.get(VAL))]
+    values = [v for node in here for v in tensors_of(node)]
     return sympy.Add(*(sizes.expr(math.prod(sizes.shape(v))) * v.element_size() for v in values))
 
 

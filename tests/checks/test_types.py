@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 from local_programs import local_program
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
 import megafx.kernels.dropout.dropout
@@ -17,7 +17,7 @@ import megafx.ops.collectives  # noqa: F401  registers the ops
 from megafx.checks.types import check_types
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition, verify
-from megafx.ir.program import FQN, PLACEMENT, VAL
+from megafx.ir.program import FQN, PLACEMENT
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.placements.types import I, Layout, P, R, S
 
@@ -81,12 +81,8 @@ VOCAB = 14
 
 
 def lookup(table, ids):
-    """Vocabulary-parallel embedding as localize_lookups writes it."""
-    rows = VOCAB // T
-    index = ids - mfx.axis_index("tp", ids.device) * rows
-    mine = (index >= 0) & (index < rows)
-    found = F.embedding(torch.where(mine, index, torch.scalar_tensor(0, dtype=torch.int64)), table)
-    return torch.where(mine.unsqueeze(-1), found, torch.scalar_tensor(0.0))
+    """Vocabulary-parallel embedding as localize_embedding writes it."""
+    return mfx.embedding_of_rank(table, ids, -1, list(Layout.contiguous(VOCAB, T).flat()), "tp", T)
 
 
 def language_model(table, ids, target):
@@ -301,47 +297,33 @@ def find(program, target, index=0):
     return program.graph.find_nodes(op="call_function", target=target)[index]
 
 
-def test_lookup_without_its_mask(joint):
-    program, storage = joint("language_model")
-    masked = next(
-        n for n in program.graph.find_nodes(op="call_function", target=aten.where.self) if n.meta[VAL].ndim == 3
-    )
-    with put_in_place_of(masked, masked.args[1]):
-        assert "differs by rank" in str(rejected(program, storage))
-
-
 def test_lookup_of_all_ids(joint):
     program, storage = joint("language_model")
-    found = find(program, aten.embedding.default)
-    ids = program.placeholders()[1]
-    with put_in_place_of(found.args[1], ids):
-        rejected(program, storage)
+    found = find(program, mfx.embedding_of_rank.default)
+    found.target, found.args = aten.embedding.default, found.args[:2]
+    assert "looks up all ids" in str(rejected(program, storage))
 
 
-@pytest.mark.parametrize("target", [aten.ge.Scalar, aten.lt.Scalar])
-def test_lookup_with_half_a_mask(joint, target):
+@pytest.mark.parametrize("op", [mfx.embedding_of_rank.default, mfx.embedding_of_rank_gradient.default])
+def test_lookup_with_bounds_of_another_table(joint, op):
     program, storage = joint("language_model")
-    bound = find(program, target)
-    other = find(program, aten.lt.Scalar if target is aten.ge.Scalar else aten.ge.Scalar)
-    with put_in_place_of(bound, other):
-        rejected(program, storage)
-
-
-def test_lookup_with_bounds_of_another_table(joint):
-    program, storage = joint("language_model")
-    find(program, aten.lt.Scalar).update_arg(1, VOCAB)
+    find(program, op).update_arg(3, list(Layout.contiguous(VOCAB + 4, T).flat()))
     rejected(program, storage)
 
 
-def test_unmasked_gradient_of_a_lookup(joint):
+def test_a_lookup_gives_summands(joint):
     program, storage = joint("language_model")
-    backward = find(program, aten.embedding_dense_backward.default)
-    masked = backward.args[0]
-    whole_gradient = next(
-        a for a in masked.args if isinstance(a, fx.Node) and a.meta[VAL].shape == masked.meta[VAL].shape
-    )
-    with put_in_place_of(masked, whole_gradient):
-        rejected(program, storage)
+    found = find(program, mfx.embedding_of_rank.default)
+    (summed,) = found.users
+    with put_in_place_of(summed, found):
+        assert "not linear in the operands that are partial" in str(rejected(program, storage))
+
+
+def test_a_gradient_of_a_lookup_is_whole(joint):
+    program, storage = joint("language_model")
+    backward = find(program, mfx.embedding_of_rank_gradient.default)
+    with put_in_place_of(backward.args[0], find(program, mfx.embedding_of_rank.default)):
+        assert "its operand 'x' must be the same on every rank" in str(rejected(program, storage))
 
 
 def test_loss_with_statistics_of_one_rank(joint):

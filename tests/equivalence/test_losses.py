@@ -88,3 +88,14 @@ def test_data_parallel_ranks_divide_the_sum_of_a_loss_of_elements() -> None:
     model, (x, y) = Regression(LOSSES["smooth_l1_loss"]).double(), torch.randn(2, 4, 5, 12).double()
     config = megafx.Config(tensor_model_parallel_size=2, data_parallel_size=2)
     assert megafx.verify(model, config, example_inputs=(x, y[..., :7]), tolerance=1e-10)
+
+
+def test_example_inputs_are_left_as_they_are() -> None:
+    """The same dict serves more than one question, with its `loss_inputs`."""
+    x = torch.randn(2, 3, dtype=torch.float64)
+    model, config = nn.Linear(3, 4).double(), megafx.Config(tensor_model_parallel_size=2)
+    example = {"input": x, "loss_inputs": {"target": torch.randn(2, 4, dtype=torch.float64)}}
+    plans = [megafx.plan(model, config, example_inputs=example, loss_fn=F.mse_loss) for _ in range(2)]
+    assert [*example] == ["input", "loss_inputs"] and plans[0].diff(plans[1]) == ""
+    assert megafx.verify(model, config, example_inputs=((), example), loss_fn=F.mse_loss)
+    assert [*example] == ["input", "loss_inputs"]

@@ -13,13 +13,14 @@ from advice import refused
 from torch import nn
 
 import megafx
-from megafx.config import Config, bytes_of, device_memory
+from megafx.config import Config
 from megafx.debugging import debug
 from megafx.named_model import example_inputs, load_model
 from megafx.planner.fusion_profile import FusionProfile
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.testing import graph
+from megafx.units import bytes_of, device_memory
 
 X = torch.ones(3, 4)
 

@@ -1,4 +1,4 @@
-"""Covers: README.md and docs/*.md. Their Python runs as it stands; commands, files and links that they name exist."""
+"""Covers: README.md and docs/**/*.md. Their Python runs as it stands; commands, files and links that they name exist."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ from megafx.debugging import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*) ?(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # language, what else stands there, text
 FOLDERS = "megafx|passes|patterns|tests|examples|benchmarks|docs"
 # What the blocks of a page are given: names that stand for the reader's own.
@@ -147,8 +147,9 @@ def _build(folder: Path, site: Path) -> "subprocess.CompletedProcess[str]":
 def test_the_site_is_built_and_holds_every_page(tmp_path):
     done = _build(ROOT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    built = {path.stem for path in tmp_path.glob("*.html")}
-    assert built >= {"index", "results", *(page.stem for page in PAGES if page != README)}
+    built = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES if page != README}
+    assert built >= {"index", "results", *(page.replace("README", "index") for page in pages)}
 
 
 def test_a_link_that_leads_nowhere_stops_the_site(tmp_path):

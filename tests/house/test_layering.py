@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first. A module of a package imports from packages of lower lines, and from its own package.
 LAYERS = [
     "errors",
+    "units",
     "config debugging",
     "progress",
     "placements",
@@ -24,7 +25,7 @@ LAYERS = [
     "capture passes checkpoint report",
     "checks",
     "compiler",
-    "runtime testing named_model measure replaying what_if profiling",
+    "runtime testing named_model measure replaying what_if profiling example_call",
     "equivalence",
     "api integrations",
     "__init__",
@@ -35,6 +36,7 @@ TORCH_FREE = [
     "__init__",
     "cli",
     "errors",
+    "units",
     "config",
     "debugging",
     "progress",

@@ -75,25 +75,21 @@ def test_shards_are_slices_of_the_whole(t, dim, flat):
 
 @pytest.mark.parametrize("dim", [-1, 0, 1, 2])
 @pytest.mark.parametrize("flat", [(1, 6, 1), (2, 3, 1), (1, 2, 2, 3, 1)], ids=lambda f: str(Layout.from_flat(f)))
-def test_rows_of_a_larger_tensor(dim, flat):
-    """Some rows draw what they draw in the whole, sharded or not, also where they are of one data-parallel rank's batch."""
-    shape, first, rows = [4, 5, 8], 3, 11
+def test_rows_of_a_data_parallel_rank(dim, flat):
+    """They draw what they draw in the batch of all ranks, sharded or not."""
+    shape = [4, 5, 8]
     layout = Layout.from_flat(flat) if dim >= 0 else None
     if layout is not None:
         shape[dim] = layout.size
-    for ranks, t in ((1, 2), (2, 3)):
-        mesh = {"tp": t} if ranks == 1 else {"dp": ranks, "tp": t}
-        mask = kept([ranks * rows, *shape[1:]], 0.4, op_id=2)
+    for ranks, t in ((2, 2), (3, 3)):
+        mask = kept([ranks * shape[0], *shape[1:]], 0.4, op_id=2)
         for place in range(ranks * t):
             at = {"tp": axes.AxisContext(place % t, t), "dp": axes.AxisContext(place // t, ranks)}
-            before = place // t * rows + first
-            mine = mask[before : before + shape[0]].double()
+            mine = mask[place // t * shape[0] :][: shape[0]].double()
             local = cut(mine, dim, layout, place % t, t, 1.0) if layout is not None else mine
-            with axes.on_mesh({name: at[name] for name in mesh}):
-                axis = "tp" if ranks == 1 else axes.with_batch("tp")
-                out = dropout(
-                    torch.ones_like(local), SEED, 0.4, 2, dim, [0, first, rows, *(flat if dim >= 0 else ())], axis
-                )
+            with axes.on_mesh(at):
+                here = flat if dim >= 0 else ()
+                out = dropout(torch.ones_like(local), SEED, 0.4, 2, dim, here, axes.with_batch("tp"))
             for start, here, length in layout.pieces(place % t, t) if layout is not None else ((0, 0, shape[0]),):
                 along = max(dim, 0)
                 assert torch.equal(out.narrow(along, here, length) != 0, mine.narrow(along, start, length) != 0)

@@ -31,13 +31,14 @@ from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
 from megafx.report.curve import curve
-from megafx.report.drawn import Picture, bytes_text
+from megafx.report.drawn import Picture
 from megafx.report.page import data_of, page
 from megafx.report.picture import graph_collection
 from megafx.report.report import Measured, Report
 from megafx.report.steps import SEND
 from megafx.runtime.compile_call import Settled, settle
 from megafx.runtime.keys import Call
+from megafx.units import bytes_text
 
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES = {

@@ -16,8 +16,8 @@ import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
 from megafx.planner.hardware import Hardware
-from megafx.report.drawn import bytes_text
 from megafx.report.stages import pipeline_stages
+from megafx.units import bytes_text
 from megafx.what_if import TWINS, Candidate, Found, _data_link
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)

@@ -14,9 +14,9 @@ from weight_models import FACTORIES, Net, on_meta, tensors
 
 import megafx
 from megafx.errors import CheckpointError, UsageError
+from megafx.units import bytes_of
 from megafx.weights import save as save_weights
 from megafx.weights.files import INDEX, SafetensorsFiles
-from megafx.weights.save import bytes_of
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "neox", "mixtral"])

@@ -65,15 +65,12 @@ def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
 def positions(size: int, dim: int, draw: Draw, device: torch.device) -> Tensor | None:
     """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
     here = draw.shard_dim == dim
-    whole = Layout.from_flat(draw.cut).size if here else size
+    whole = Layout.from_flat(draw.layout).size if here else size
     before = axes.batch_rank(draw.axis) * whole if dim == 0 and draw.p else 0
-    if dim == 0 and draw.p and draw.part is not None:
-        first, rows = draw.part
-        before = axes.batch_rank(draw.axis) * rows + first
     if not here:
         return _positions(size, (1, size, 1), 0, 1, before, str(device)) if before else None
     rank, t = axes.axis_rank(draw.axis), axes.axis_size(draw.axis)
-    return _positions(size, draw.cut, rank, t, before, str(device))
+    return _positions(size, tuple(draw.layout), rank, t, before, str(device))
 
 
 @lru_cache(maxsize=256)

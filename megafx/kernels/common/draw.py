@@ -55,24 +55,19 @@ def runs_here(shape: Sequence[int], draw: Draw) -> list[Run]:
     if not draws(draw.p):
         return runs_of(shape, -1, [], 0, 1)
     rank, t = (axes.axis_rank(draw.axis), axes.axis_size(draw.axis)) if draw.shard_dim >= 0 else (0, 1)
-    before, part = axes.batch_rank(draw.axis), draw.part
-    rows = None if part is None else before * part[1] + part[0]
-    return runs_of(shape, draw.shard_dim, draw.cut, rank, t, before, rows)
+    return runs_of(shape, draw.shard_dim, draw.layout, rank, t, axes.batch_rank(draw.axis))
 
 
 def runs_of(
-    shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: int, t: int, before: int = 0,
-    rows_before: int | None = None,
-) -> list[Run]:  # fmt: skip
+    shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: int, t: int, before: int = 0
+) -> list[Run]:
     """Local shape, cut along shard_dim (-1: whole) by a flat layout over t ranks -> runs that cover it.
 
-    before: tensors like the whole one that precede it in memory (the batches of other data-parallel ranks). rows_before: in
-    place of that, rows of dim 0.
+    before: tensors like the whole one that precede it in memory (the batches of other data-parallel ranks).
     """
     numel = math.prod(shape)
     if shard_dim < 0 or numel == 0:
-        start = before * numel if rows_before is None else rows_before * math.prod(shape[1:])
-        return [Run(1, numel, 0, numel, start, numel)] if numel else []
+        return [Run(1, numel, 0, numel, before * numel, numel)] if numel else []
     cut = Layout.from_flat(layout)
     if shape[shard_dim] != cut.local_size(t):
         raise ValueError(
@@ -83,8 +78,6 @@ def runs_of(
     rows = math.prod(shape[:shard_dim]) * cut.rep
     local_stride, global_stride = cut.local_size(t) // cut.rep * inner, cut.pattern_size * inner
     runs, local, start = [], 0, before * global_stride * rows
-    if rows_before is not None:
-        start = rows_before * inner * (cut.size * math.prod(shape[1:shard_dim]) if shard_dim else 1)
     for count, unit in cut.blocks:
         length = -(-count // t) * unit * inner
         if length == local_stride == global_stride:

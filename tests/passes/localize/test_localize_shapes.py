@@ -125,26 +125,11 @@ def test_embedding_of_a_sharded_vocabulary() -> None:
             ids="i64[b s=3]",
         ),
         """
-        %0 = w                                         # f32[7/2 4] S0@tp param
-        %1 = ids                                       # i64[b 3]
-        %2 = axis_index('tp', cpu)                     # i64[]
-        %3 = mul(%2, 4)                                # i64[]
-        %4 = sub(%1, %3)                               # i64[b 3]
-        %5 = ge.Scalar(%4, 0)                          # bool[b 3]
-        %6 = lt.Scalar(%4, 4)                          # bool[b 3]
-        %7 = bitwise_and(%5, %6)                       # bool[b 3]
-        %8 = scalar_tensor(0, dtype=i64, device=cpu)   # i64[]
-        %9 = where.self(%7, %4, %8)                    # i64[b 3]
-        %10 = embedding(%0, %9)                        # f32[b 3 4]
-        %11 = eq.Scalar(%1, 1)                         # bool[b 3]
-        %12 = unsqueeze(%11, -1)                       # bool[b 3 1]
-        %13 = detach(%10)                              # f32[b 3 4]
-        %14 = where.self(%12, %13, %10)                # f32[b 3 4]
-        %15 = scalar_tensor(0, dtype=f32, device=cpu)  # f32[]
-        %16 = unsqueeze(%7, -1)                        # bool[b 3 1]
-        %17 = where.self(%16, %14, %15)                # f32[b 3 4] P@tp
-        %18 = transition(%17, P -> I)                  # f32[b 3 4] I@tp
-        return %18
+        %0 = w                                                 # f32[7/2 4] S0@tp param
+        %1 = ids                                               # i64[b 3]
+        %2 = embedding_of_rank(%0, %1, 1, [1, 7, 1], 'tp', 2)  # f32[b 3 4] P@tp
+        %3 = transition(%2, P -> I)                            # f32[b 3 4] I@tp
+        return %3
         """,
     )
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from lowered import bound as bound_to
 from torch import fx
+from torch.nn import functional as F
 
-from megafx.ir.program import Builder, Program
+from megafx.ir.program import Program
+from megafx.ops import embedding_of_rank  # noqa: F401  registers the op
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.ops.shared_heads import HEADS_OF_RANK, HEADS_OF_RANK_GRADIENT
 from megafx.passes.communicate.expand_transitions import expand_transitions
@@ -83,11 +85,6 @@ def test_ranks_fill_in_their_coordinate(rank: int) -> None:
     assert torch.equal(bound("P", "f32[4 6] R@tp", rank).gm(x)[0], x if rank == 0 else torch.zeros(4, 6))
     placed = bound("P", "f32[8 6] S0@tp", rank).gm(x)[0]
     assert torch.equal(placed.view(2, 4, 6)[rank], x) and placed.count_nonzero() == 24
-    program = graph(lambda x: aten.add(x, x), x="i64[3]", local=True)
-    (add,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    add.update_arg(1, Builder(program, add, add, "test")(mfx.axis_index.default, "tp", torch.device("cpu")))
-    program = bound_to(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2)})
-    assert program.gm(torch.zeros(3, dtype=torch.int64))[0].tolist() == [rank] * 3
 
 
 def test_the_program_of_all_ranks_is_left_as_it_was() -> None:
@@ -97,6 +94,58 @@ def test_the_program_of_all_ranks_is_left_as_it_was() -> None:
     before = str(program.graph)
     bound_to(program, {"tp": AxisContext(1, 2, "7")})
     assert str(program.graph) == before
+
+
+SEVEN = [1, 7, 1]  # rows: 4 and 3 on two ranks
+
+
+@pytest.mark.parametrize(("rank", "t"), [(rank, t) for t in (2, 3, 4) for rank in range(t)])
+@pytest.mark.parametrize("padding", [-1, 1, 5])
+def test_the_lookup_in_a_shared_table(rank: int, t: int, padding: int) -> None:
+    """As the whole table gives it for this rank's rows, and zeros; the op and what is written out for it."""
+    rows = -(-7 // t)
+    mine = slice(rank * rows, (rank + 1) * rows)
+    table, ids = torch.randn(7, 3, dtype=torch.float64), torch.tensor([[0, 3, 4], [6, 1, 5]])
+    part = F.pad(table, (0, 0, 0, t * rows - 7))[mine].requires_grad_()
+    program = graph(
+        lambda w, ids: mfx.embedding_of_rank.default(w, ids, padding, SEVEN, "tp", t),
+        w=f"f64[{rows} 3]",
+        ids="i64[2 3]",
+        local=True,
+    )
+    wanted = torch.where((ids // rows == rank)[..., None], F.embedding(ids, table), 0.0)
+    assert torch.equal(bound_to(program, {"tp": AxisContext(rank, t)}).gm(part, ids)[0], wanted)
+    with on_mesh({"tp": AxisContext(rank, t)}):
+        found = mfx.embedding_of_rank.default(part, ids, padding, SEVEN, "tp", t)
+        assert torch.equal(found, wanted)
+        whole = table.clone().requires_grad_()
+        grad = torch.randn(2, 3, 3, dtype=torch.float64)
+        F.embedding(ids, whole, padding if padding >= 0 else None).backward(grad)
+        found.backward(grad)
+    assert torch.equal(part.grad, F.pad(whole.grad, (0, 0, 0, t * rows - 7))[mine])
+
+
+def test_a_lookup_is_written_out() -> None:
+    """With the coordinate of the rank, as ATen ops that Inductor knows."""
+    program = graph(
+        lambda w, ids: mfx.embedding_of_rank.default(w, ids, -1, SEVEN, "tp", 2), w="f32[4 3]", ids="i64[6]", local=True
+    )
+    expect(
+        bound_to(program, {"tp": AxisContext(1, 2)}),
+        """
+        %0 = w                                        # f32[4 3]
+        %1 = ids                                      # i64[6]
+        %2 = sub(%1, 4)                               # i64[6]
+        %3 = clamp(%2, 0, 3)                          # i64[6]
+        %4 = ne(%3, %2)                               # bool[6]
+        %5 = embedding(%0, %3)                        # f32[6 3]
+        %6 = scalar_tensor(0, dtype=f32, device=cpu)  # f32[]
+        %7 = unsqueeze(%4, -1)                        # bool[6 1]
+        %8 = where.self(%7, %6, %5)                   # f32[6 3] I@tp
+        return %8
+        """,
+        t=2,
+    )
 
 
 @pytest.mark.parametrize("rank", range(4))

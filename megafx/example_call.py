@@ -1,0 +1,161 @@
+"""A call of a model that is not parallelized: what is asked of it (its plan, its memory, is it right) starts from here."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megafx.capture.dims import max_length
+from megafx.capture.export import sizes_of_call
+from megafx.capture.huggingface import synthesize_inputs
+from megafx.capture.quantised import refuse_quantised
+from megafx.compiler.captured import Uncaptured
+from megafx.config import Config
+from megafx.ir.call_spec import differentiable_inputs
+from megafx.ir.program import Input, Program
+from megafx.planner.context import in_training
+from megafx.planner.hardware import Hardware
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """The model, a call of it, and what it is planned for.
+
+    config: with the sizes that are priced
+    loss_fn: loss_fn(output, **loss_inputs) -> loss, where the model makes none itself
+    given: whether the inputs are the user's; else they are made up
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    config: Config
+    hardware: Hardware
+    loss_fn: Callable[..., Tensor] | None = None
+    loss_inputs: Mapping[str, Any] | None = None
+    given: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: Config | None,
+        example_inputs: Any,
+        loss_fn: Any,
+        *,
+        runs: bool,
+        draw: bool = False,
+    ) -> ExampleCall:
+        """From the arguments of the public calls. runs: it computes on the model's device, with its own parameters; else
+        nothing is computed, and parameters take no memory. draw: give made-up inputs values. Raises ConfigError, UsageError."""
+        args, kwargs = inputs_of(model, example_inputs)
+        config = with_sizes(config or Config(), model, None if example_inputs is None else (args, kwargs))
+        if example_inputs is None and draw:
+            kwargs = draw_inputs(model, kwargs)
+        loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+        if not runs and config.params_dtype is not None:
+            refuse_quantised(model, config.tensor_model_parallel_size or 1)
+            model = _in_dtype(model, getattr(torch, config.params_dtype))
+        hardware = hardware_of(config, device_of(model) if runs else None)
+        return cls(model, args, kwargs, config, hardware, loss_fn, loss_inputs, example_inputs is not None)
+
+    @property
+    def t(self) -> int:
+        return self.config.tensor_model_parallel_size or 1
+
+    @functools.cached_property
+    def uncaptured(self) -> Uncaptured:
+        return Uncaptured(self.model, self.config)
+
+    @functools.cached_property
+    def trained(self) -> set[str]:
+        """Names of parameters that require a gradient; with tied weights, all of their names."""
+        return {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+    def program(self, ranks: int = 0) -> Program:
+        """CAPTURED, for the ranks of the config, or others. Raises CaptureError."""
+        refuse_quantised(self.model, ranks or self.t)
+        return self.uncaptured.capture(self.args, self.kwargs, loss_fn=self.loss_fn, loss_inputs=self.loss_inputs)
+
+    def wants_grad(self) -> Callable[[Input], bool]:
+        """Of every parameter, and of the inputs that require one."""
+        return in_training(differentiable_inputs(self.args, self.kwargs, self.loss_inputs))
+
+
+def inputs_of(model: nn.Module, example_inputs: Any) -> Call:
+    """example_inputs in its three forms -> (args, kwargs); made up for Hugging Face models when there are none."""
+    if example_inputs is None:
+        return synthesize_inputs(model)
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    if not isinstance(example_inputs, (tuple, list)):
+        return (example_inputs,), {}
+    items = tuple(example_inputs)
+    if len(items) == 2 and isinstance(items[0], (tuple, list)) and isinstance(items[1], dict):
+        return tuple(items[0]), dict(items[1])
+    return items, {}
+
+
+def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Values for made-up (meta) inputs: ids below the vocabulary size, ones for masks, normal numbers for floats."""
+    vocab = int(getattr(model.config, "vocab_size", 2))  # type: ignore[union-attr, arg-type]
+    device = next(model.parameters()).device
+    drawn = {}
+    for name, value in kwargs.items():
+        if not isinstance(value, torch.Tensor):
+            drawn[name] = value
+        elif value.dtype.is_floating_point:
+            drawn[name] = torch.randn(value.shape, dtype=value.dtype, device=device)
+        elif "mask" in name:
+            drawn[name] = torch.ones(value.shape, dtype=value.dtype, device=device)
+        else:
+            drawn[name] = torch.randint(0, vocab, value.shape, dtype=value.dtype, device=device)
+    return drawn
+
+
+def with_sizes(config: Config, model: nn.Module, example: Call | None) -> Config:
+    """Fill in the sizes that are priced, where the config has none: those of the user's example, else the model's maximum
+    sequence length."""
+    sizes = {} if example is None else sizes_of_call(model, *example)
+    if config.micro_batch_size is None and "batch" in sizes:
+        config = config.replace(micro_batch_size=max(sizes["batch"], 1))
+    length = sizes.get("seq") if example is not None else max_length(model)
+    return config.replace(seq_length=max(length, 1)) if config.seq_length is None and length is not None else config
+
+
+def hardware_of(config: Config, device: torch.device | None) -> Hardware:
+    """The profile named in the config, else that of the device; h100-nvlink where there is none to ask."""
+    if config.hardware is not None:
+        return Hardware.load(config.hardware)
+    if device is None or device.type == "meta":
+        return Hardware.load("h100-nvlink")
+    if device.type != "cuda":
+        return Hardware.load("cpu-gloo")
+    name = torch.cuda.get_device_name(device).lower()
+    known = {"h200": "h200-nvlink", "h100": "h100-nvlink", "a100": "a100-nvlink"}
+    return Hardware.load(next((profile for key, profile in known.items() if key in name), "pcie"))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        floating = tensor.is_floating_point()
+        if isinstance(tensor, nn.Parameter):
+            empty = torch.empty_like(tensor, device="meta", dtype=dtype if floating else None)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        else:
+            made[id(tensor)] = tensor.detach().to(dtype) if floating else tensor
+    return copy.deepcopy(model, made)
