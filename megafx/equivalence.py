@@ -26,13 +26,15 @@ from megafx.distributed.data import broadcast_data
 from megafx.distributed.mesh import Meshes, make_meshes
 from megafx.errors import PlacementError, SourceLine, UsageError
 from megafx.example_call import ExampleCall
+from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
+from megafx.ir.python_state import Place
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
-from megafx.runtime.repeated_calls import Repeated, RepeatedCalls
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
@@ -53,6 +55,7 @@ class Verdict:
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
+    nan: str = ""  # what of eager mode's results has NaN, and which value is the first that has
     repeated: Repeated = field(default_factory=Repeated)  # more calls, on one rank, with changed state between them
 
     @property
@@ -82,6 +85,8 @@ class Verdict:
             *(f"  buffer {name}: {error:.1e}" for name, error in self.buffers.items() if error > self.tolerance),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
+        if self.nan:
+            lines.append(f"  NaN in eager mode too: {self.nan}")
         if self.repeated.errors:
             most = max(error for error, _ in self.repeated.errors.values())
             lines.append(
@@ -171,8 +176,21 @@ class _Trial:
             n: simulate.relative_error(found.mutations.get(n, self.values.get(n, b)), b, FLOOR)
             for n, b in self.wanted.mutations.items()
         }
-        verdict.requires_grad = self.requires_grad
+        verdict.requires_grad, verdict.nan = self.requires_grad, self.nan()
         return verdict
+
+    def nan(self) -> str:
+        """What one process computes that has NaN, and which of its values is the first."""
+        gradients = {f"the gradient of '{n}'": g for n, g in self.wanted.gradients.items()}
+        results = {f"output '{n}'": x for n, x in self.wanted.outputs.items()} | gradients
+        has = [what for what, x in results.items() if isinstance(x, Tensor) and bool(x.isnan().any())]
+        if not has:
+            return ""
+        single = self.single()
+        inputs = simulate.local_inputs(single.program, self.values, single.plan.params, 1)[0]
+        first = simulate.first_nan(single.program, inputs)
+        more = f" and {len(has) - 3} more" if len(has) > 3 else ""
+        return f"{', '.join(has[:3])}{more}" + (f"; the first is {first}" if first else "")
 
 
 def verify_call(call: ExampleCall, tolerance: float | None = None) -> Verdict:
@@ -227,11 +245,12 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
     def run(of: nn.Module, runtime: Runtime | None) -> tuple[simulate.Logical, set[str]]:
         """Outputs, gradients and buffers, and which outputs require a gradient. Those that the graph differentiates are."""
         torch.manual_seed(seed)
+        own, named_own, for_loss = copy_of((args, kwargs, loss_inputs))
         if runtime is not None and loss_inputs:
-            output = of(*args, **kwargs, loss_inputs=loss_inputs)
+            output = of(*own, **named_own, loss_inputs=for_loss)
         else:
-            output = of(*args, **kwargs)
-            output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
+            output = of(*own, **named_own)
+            output = (loss_fn(output, **for_loss), output) if loss_fn is not None and loss_inputs else output
         leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         needs = {name for name, x in named.items() if x.requires_grad}
@@ -270,10 +289,13 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
     for mine in errors:
         for total, part in zip((verdict.outputs, verdict.gradients, verdict.buffers), mine, strict=True):
             total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
-    if not verdict.ok:
+    nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in wanted.outputs.values())
+    nan = nan or any(g is not None and bool(g.isnan().any()) for g in wanted.gradients.values())
+    if nan or not verdict.ok:
         config = call.config.replace(tensor_model_parallel_size=t)
         whole = replace(call, model=plain, args=args, kwargs=kwargs, loss_inputs=loss_inputs, config=config)
-        verdict.divergence = verify_call(whole, tolerance).divergence
+        simulated = verify_call(whole, tolerance)
+        verdict.nan, verdict.divergence = simulated.nan, None if verdict.ok else simulated.divergence
     return verdict
 
 
@@ -360,14 +382,18 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial
 
 def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
-    output = plain(*call.args, **call.kwargs)
+    args, kwargs, loss_inputs = call_tree(*copy_of((tuple(call.args), call.kwargs, call.loss_inputs or {})))
+    output = plain(*args, **kwargs)
     if call.loss_fn is not None:
-        output = (call.loss_fn(output, **(call.loss_inputs or {})), output)
+        output = (call.loss_fn(output, **loss_inputs), output)
     assert program.call is not None
     order = any(o.kind == "order" for o in program.outputs)
     wanted = program.call.out_leaves[: len(program.call.out_leaves) - order]
     writes = program.call.state.writes.values()  # what forward leaves in attributes, lists and dicts
     left = [leaf for write in writes for leaf in write.left(write.place.get_in(plain))]
+    inputs = {leaf_name(path): x for path, x in pytree.tree_flatten_with_path((args, kwargs, loss_inputs))[0]}
+    state = {f"state[{name}]": p for name, p in program.call.state.inputs.items() if isinstance(p, Place)}
+    left += [state[name].get_in(plain) if name in state else inputs[name] for name in program.call.written]
     leaves = [leaf for leaf in pytree.tree_leaves(kept(output), is_leaf=is_cache) if not is_cache(leaf)]
     if len(leaves) + len(left) < len(wanted):  # caches that the model was asked for, or filled itself (prefix tuning)
         states = pytree.tree_map(lambda x: state_of(x) if is_cache(x) else x, output, is_leaf=is_cache)

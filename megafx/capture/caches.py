@@ -47,11 +47,13 @@ class SameCache:
 
 @dataclass(frozen=True)
 class Updated:
-    """An output, what the caches of the call hold afterwards, and the tensors that forward left in Python objects, by name."""
+    """An output, what the caches of the call hold afterwards, the tensors that forward left in Python objects, by name, and
+    what it wrote into tensors that it was given, by the name of the input."""
 
     output: Any
     caches: tuple[CacheState, ...]
     written: dict[str, list[torch.Tensor]]
+    arguments: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,14 @@ pytree.register_pytree_node(
 )
 pytree.register_pytree_node(
     Updated,
-    lambda u: ([u.output, u.caches, u.written], None),
+    lambda u: ([u.output, u.caches, u.written, u.arguments], None),
     lambda values, _: Updated(*values),
     flatten_with_keys_fn=lambda u: (
         [
             (OutputKey("output"), u.output),
             (pytree.GetAttrKey("caches"), u.caches),
             (pytree.GetAttrKey("written"), u.written),
+            (pytree.GetAttrKey("arguments"), u.arguments),
         ],
         None,
     ),
@@ -214,7 +217,7 @@ class Revived:
 
         return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, CacheState))
 
-    def result(self, returned: Any, written: dict[str, list[torch.Tensor]]) -> Any:
+    def result(self, returned: Any, written: dict[str, list[torch.Tensor]], arguments: dict[str, torch.Tensor]) -> Any:
         """What leaves the graph: `returned`, its caches as states; what the call's own caches hold; what forward wrote."""
 
         def one(value: Any) -> Any:
@@ -224,17 +227,30 @@ class Revived:
             return state_of(value) if index is None else SameCache(index)
 
         returned = pytree.tree_map(one, returned, is_leaf=is_cache)
-        if not self.caches and not written:
+        if not self.caches and not written and not arguments:
             return returned
         known = frozenset(map(id, self.inputs))
-        return Updated(returned, tuple(state_of(c, known) for c in self.caches), written)
+        return Updated(returned, tuple(state_of(c, known) for c in self.caches), written, arguments)
 
 
-def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
+def written_arguments(out_spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """Names of the inputs that forward writes into."""
+    result = pytree.tree_unflatten([*range(out_spec.num_leaves)], out_spec)
+    result = result.output if isinstance(result, Ordered) else result
+    return tuple(result.arguments) if isinstance(result, Updated) else ()
+
+
+def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments: Mapping[str, torch.Tensor]) -> Any:
     """The output of a call in the user's terms: his caches and what forward writes updated, states of new caches made into
-    caches."""
+    caches. arguments: the tensors that forward writes into, by name."""
     if isinstance(result, Ordered):
         result = result.output
+    own: dict[int, torch.Tensor] = {}  # what the model returns of them
+    if isinstance(result, Updated):
+        for name, value in result.arguments.items():
+            given = arguments[name]
+            given.copy_(value)
+            own[id(value)] = given
     state.give(result.written if isinstance(result, Updated) else {})
     if isinstance(result, Updated):
         for given, held in zip(caches, result.caches, strict=True):
@@ -242,6 +258,8 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
         result = result.output
 
     def one(value: Any) -> Any:
+        if id(value) in own:
+            return own[id(value)]
         if isinstance(value, SameCache):
             return caches[value.index]
         if isinstance(value, Kept):

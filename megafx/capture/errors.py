@@ -69,6 +69,8 @@ def _is_of_the_model(error: Exception) -> bool:
     """Whether code of the model (or of torch.nn) raises this: by `raise` or `assert`, or since a key is not there, or a value
     does not fit."""
     frames = [*traceback.walk_tb(error.__traceback__)]
+    if _LEAF in str(error):
+        return True
     if not frames or type(error).__module__.partition(".")[0] in ("torch", "sympy", "megafx"):
         return False
     tb = error.__traceback__
@@ -96,6 +98,7 @@ def in_users_code(error: Exception) -> Exception:
     return error.with_traceback(made)
 
 
+_LEAF = "leaf Variable that requires grad"  # is written in place: a trace knows as well as eager mode
 _OF_NN = (os.path.dirname(torch.nn.__file__) + os.sep, torch._ops.__file__)  # ops, too: what their C++ raises
 
 
@@ -157,6 +160,11 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         )
     if name == "TypeError" and "forward()" in message:
         return f"the call does not fit the model: {_first_line(message)}", "give forward the arguments that it takes"
+    if _LEAF in message:
+        return (
+            f"{name}: {_first_line(message)}",
+            "pass x.detach(), which shows the same memory, where the call needs no gradient of it, else x.clone()",
+        )
     fix = "if the model runs in eager mode on these inputs, change this line so that torch.export(strict=False) can trace it; "
     return f"{name}: {_first_line(message)}", fix + "otherwise the sizes of the inputs or of the model do not fit"
 

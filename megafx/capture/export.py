@@ -28,12 +28,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
-from megafx.capture.caches import Ordered, Revived, growing_dims, kept, states_for_caches
+from megafx.capture.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
-from megafx.capture.expert_loops import ExpertLoops
-from megafx.capture.followed import Followed, Trace
-from megafx.capture.hooks import without_hooks
+from megafx.capture.exported_call import ExportedCall, part_forward
+from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
@@ -45,7 +44,6 @@ from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import (
     CallSpec,
     Leaf,
-    ambient_autocast,
     call_tree,
     leaf_name,
     no_autocast,
@@ -56,7 +54,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
-from megafx.ops.eager_call import Order, matching
+from megafx.ops.eager_call import matching
 from megafx.ops.eager_probes import forget_made_up, refuse_made_up
 from megafx.progress import stage
 
@@ -117,7 +115,7 @@ def capture_call(
     refuse_lazy(model)
     module = model.get_submodule(part)
     where = device or target_device(model, [value for _, value in leaves])
-    root = _Call(model, loss_fn, _part_forward(module) if part else forward)
+    root = ExportedCall(model, loss_fn, part_forward(module) if part else forward)
 
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
 
@@ -216,108 +214,11 @@ def _numbers_read(program: Program) -> int:
     return sum(len(program.graph.find_nodes(op="call_function", target=target)) for target in targets)
 
 
-class _Call(nn.Module):
-    """The exported module: the user's call plus loss_fn, under the caller's autocast state."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, forward: Callable[..., Any] | None
-    ) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.training = model, loss_fn, model.training
-        self.call = forward if forward is not None else type(model).__call__
-        self.calls_forward = forward is not None  # and not the hooks around it
-        self.autocast = ambient_autocast()
-        self.note: Callable[[str], None] = lambda text: None
-        self.returned: Callable[[list[bool]], None] = lambda requires_grad: (
-            None
-        )  # called with which leaves of the result do
-        self.trace: Trace | None = None
-        self.order = Order()
-        self.values: CallValues | None = None
-
-    def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
-    ) -> Any:
-        with contextlib.ExitStack() as stack:
-            for context in self.autocast:
-                stack.enter_context(torch.autocast(**context))
-            loops = stack.enter_context(ExpertLoops(self.note))
-            buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
-            caches, self.order.last, self.order.count = Revived(), None, 0
-            given_leaves = pytree.tree_leaves((args, kwargs))
-            args, kwargs = caches.revive((args, kwargs))
-            given = [*_containers((args, kwargs))]
-            assert self.trace is not None
-            if self.values is not None:
-                entering = pytree.tree_leaves((given_leaves, loss_inputs, state))
-                self.values.begin([x for x in entering if isinstance(x, torch.Tensor)])
-            stack.enter_context(DataShapeEnv.recording())
-            with self.trace.running(state):
-                output = self.call(self.model, *args, **kwargs)
-                for module, name, old in buffers:
-                    new = module._buffers.get(name)
-                    if new is None or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
-                        continue
-                    with torch.no_grad():  # `self.mean = ...` is written in place, as graphs record it
-                        old.copy_(new)
-                    module._buffers[name] = old
-            while register_dataclasses(pytree.tree_leaves(output)):  # so that export can flatten it
-                pass
-            result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
-            loops.check(result)
-            _refuse_changes(given)
-            result = kept(caches.result(result, self.trace.tensors))
-            if self.order.last is not None:
-                result = Ordered(result, self.order.last)
-            self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
-            return result
-
-
-def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """(path, container, a copy) of each list and dict among the arguments of a call."""
-    if type(tree) in (list, dict):
-        yield path, tree, tree.copy()
-    if type(tree) in (list, tuple, dict):
-        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _containers(part, (*path, key))
-
-
-def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], Any, Any]]) -> None:
-    """Raise if forward has changed a list or dict that it was given: calls of a graph would not."""
-    for path, container, copy in given:
-        same = len(container) == len(copy) and all(
-            container[key] is copy[key] if isinstance(container, list) or key in copy else False
-            for key in (container if isinstance(container, dict) else range(len(container)))
-        )
-        if not same:
-            top, *rest = path[1:]
-            name = (f"'{top}'" if isinstance(top, str) else f"number {top}") + "".join(f"[{key!r}]" for key in rest)
-            kind = type(container).__name__
-            raise CaptureError(
-                f"forward changes its argument {name}, a {kind} of the caller's",
-                fix=f"change a copy of it ({kind}(...)), and return what is to be seen outside",
-            )
-
-
-def _part_forward(module: nn.Module) -> Callable[..., Any]:
-    """forward(model, ...) that calls this submodule of it."""
-
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with without_hooks(module):
-            return module(*args, **kwargs)
-
-    return forward
-
-
-class _HooksStore(Exception):
-    """A trace has shown that hooks store what forward reads: the next one traces these."""
-
-
 @dataclass
 class _Capture:
     """One capture: the call's leaves by name, the attempts at exporting it, and the making of the Program."""
 
-    root: _Call
+    root: ExportedCall
     tree: Any
     leaves: list[tuple[str, Any]]
     dims: NamedDims
@@ -365,11 +266,11 @@ class _Capture:
     # -- exporting
 
     def _traced(self) -> tuple[ExportedProgram, dict[str, int]]:
-        """An export in which hooks that store what forward reads are traced."""
+        """An export in which hooks that store what forward reads are traced, and in which tensors that it writes are inputs."""
         while True:
             try:
                 return self._export()
-            except _HooksStore:
+            except TraceAgain:
                 self.notes.clear()
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
@@ -400,7 +301,7 @@ class _Capture:
             exported = self._attempt(before.sizes, before.mode)
             if self._serves(exported):
                 return exported
-        except (MegafxError, _HooksStore):
+        except (MegafxError, TraceAgain):
             raise
         except Exception:  # whatever it is: other state of the model may be why, and all attempts are made
             pass
@@ -429,7 +330,7 @@ class _Capture:
             tried.append((sizes, mode))
             try:
                 exported, sizes = self._attempt_with_fixes(sizes, mode)
-            except (MegafxError, _HooksStore):
+            except (MegafxError, TraceAgain):
                 raise
             except Exception as error:
                 failures.append(error)
@@ -447,6 +348,7 @@ class _Capture:
         state = self.followed.values()
         self.in_spec = pytree.tree_structure((*self.tree, state))
         self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
+        self.root.names = [name for name, _ in self.leaves]
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
 
@@ -533,12 +435,14 @@ class _Capture:
         """Around a trace; raises where it has read what hooks store, and these were not traced."""
         try:
             yield
+        except TraceAgain:
+            raise
         except Exception:  # whatever it is: a value that a hook has not stored in this trace may be why
             if self.followed.learn_hooks(self.trace, outside):
-                raise _HooksStore from None
+                raise TraceAgain from None
             raise
         if self.followed.learn_hooks(self.trace, outside):
-            raise _HooksStore
+            raise TraceAgain
 
     def _values(self) -> CallValues:
         """The call's inputs as they are, for what stays eager in the trace that begins."""
@@ -610,6 +514,7 @@ class _Capture:
             {} if batch is None or self.data_ranks == 1 else {batch: self.data_ranks},
             state=self.trace.state(),
             listing=listing(gm, [i.name for i in inputs], constants, out_leaves),
+            written=written_arguments(spec),
         )
         if self.part:
             drop_unread(program)
@@ -694,8 +599,8 @@ def _violates_constraints(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _without_ambient_modes() -> Iterator[None]:
-    """`_Call` enters the caller's autocast inside of the graph, where export records it; outside it is off. Fakes made in
-    inference mode could not be traced: within, it is no_grad."""
+    """`ExportedCall` enters the caller's autocast inside of the graph, where export records it; outside it is off. Fakes made
+    in inference mode could not be traced: within, it is no_grad."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_autocast())
         if torch.is_inference_mode_enabled():

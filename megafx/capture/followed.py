@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumbers
@@ -23,6 +24,10 @@ from megafx.capture.writes import GrowingList, WatchedDict, Writes
 from megafx.ir.python_state import NUMBERS, Place, PythonState, leaf_places, parts_of, snapshot
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import matching
+
+
+class TraceAgain(Exception):
+    """What a trace has shown changes what the next one follows."""
 
 
 @dataclass
@@ -91,6 +96,27 @@ def _is_unseen(place: Place) -> bool:
     return isinstance(holder, (types.CellType, list)) or (isinstance(holder, dict) and "__name__" in holder)
 
 
+class _OutsideWrites(TorchFunctionMode):
+    """Calls written(x) before code writes in place into a tensor x that is not of the trace."""
+
+    def __init__(self, written: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.written = written
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
+        if type(target) is Tensor:
+            self.written(target)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_in_place(name: str) -> bool:
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
+
+
 class _Unread:
     """In place of what forward replaces before it reads it. All that it could be used for fails."""
 
@@ -156,7 +182,7 @@ class Trace:
                 put(place, self.watched[name])
             for name, place in followed.replaced.items():
                 put(place, _Unread(name))
-            with self.reads.recording(self.writes.start):
+            with self.reads.recording(self.writes.start), _OutsideWrites(self._learn_write):
                 yield
             self.finished = True
             for one in self.watched.values():
@@ -172,6 +198,15 @@ class Trace:
         for module in self.reads.model.modules():
             for name in vars(module):
                 yield Place(vars(module), name, name)
+
+    def _learn_write(self, written: Tensor) -> None:
+        """Raise TraceAgain, with a tensor that modules or containers hold as an input: forward is about to write into it."""
+        found = [leaf for place, value in self.guards() for leaf in leaf_places(place, value)]
+        memory = written.untyped_storage()._cdata
+        for place, value in found:
+            if type(value) is Tensor and value.untyped_storage()._cdata == memory and place.can_be_input():
+                self.followed.inputs[place.name] = place
+                raise TraceAgain
 
     def need_gradients(self) -> list[Place]:
         """Tensors that are no parameters, were read, and require a gradient."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd as autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
@@ -91,6 +92,21 @@ def released() -> Iterator[None]:
     finally:
         if held is not None:
             _LOCK._acquire_restore(held)
+
+
+@contextlib.contextmanager
+def without_hooks_on_saved() -> Iterator[None]:
+    """Without the user's hooks on what autograd saves, and without anomaly detection: it reads values, and there are none."""
+    saving = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        saving.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        for pair in reversed(saving):
+            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 class Replacement(NamedTuple):
@@ -512,7 +528,10 @@ def fake_like(
         fake = torch.empty(tuple(like.shape) if shape is None else shape, dtype=like.dtype, device=where)
     if isinstance(keep, nn.Parameter):
         return nn.Parameter(fake, requires_grad=keep.requires_grad)
-    return fake.requires_grad_(keep.requires_grad)
+    if keep.is_leaf or not keep.requires_grad:
+        return fake.requires_grad_(keep.requires_grad)
+    with fake_mode, torch.enable_grad():
+        return fake.requires_grad_().clone()  # no leaf, so that the model may write into it
 
 
 def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:

@@ -143,9 +143,11 @@ def name_outputs(
             path = tuple(key for key in path if not isinstance(key, OutputKey))
             last = path[-1] if path else None
             in_cache = last.key if isinstance(last, CacheKey) else ""
-            place = path[1] if path[:1] == (pytree.GetAttrKey("written"),) else None
-            written = isinstance(place, pytree.MappingKey)
-            name = f"{place.key}{_later(path[2])}" if isinstance(place, pytree.MappingKey) else output_path(path)
+            name, written = output_path(path), False
+            if path[:1] in ((pytree.GetAttrKey("written"),), (pytree.GetAttrKey("arguments"),)):
+                place, *at = path[1:]
+                assert isinstance(place, pytree.MappingKey)
+                name, written = f"{place.key}{_later(at[0])}" if at else str(place.key), True
             found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
             if same is not None and found.name == "loss":  # the name that `mark_losses` looks for

@@ -282,7 +282,8 @@ def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], 
     tiny = torch.finfo(torch.float64).tiny
     outputs = {n: relative_error(found.outputs[n], v, tiny) for n, v in wanted.outputs.items() if isinstance(v, Tensor)}
     present = {n: g for n, g in wanted.gradients.items() if g is not None}
-    floor = max(GRADIENT_FLOOR * sum(float(g.double().norm()) ** 2 for g in present.values()) ** 0.5, tiny)
+    finite = [g.double().nan_to_num(0.0, 0.0, 0.0) for g in present.values()]
+    floor = max(GRADIENT_FLOOR * sum(float(g.norm()) ** 2 for g in finite) ** 0.5, tiny)
     gradients = {}
     for name, gradient in present.items():
         got = found.gradients.get(name)
@@ -364,7 +365,10 @@ def _together(locals_: Values, placement: Placement, t: int, what: str, zero_pad
     whole = unshard_tensors(locals_, placement, t)
     if zero_pads and placement.is_shard:
         for rank, local in enumerate(locals_):
-            if not torch.equal(shard_tensor(whole, placement, rank, t), local):
+            differs = shard_tensor(whole, placement, rank, t) != local
+            if whole.isnan().any():  # padding takes part in what makes NaN of everything
+                differs &= ~local.isnan()
+            if differs.any():
                 raise PlacementError(f"{what} is not zero in the padding of rank {rank}")
     return whole
 
@@ -374,7 +378,24 @@ def replica_error(locals_: Values) -> float:
     return max((relative_error(x, locals_[0]) for x in locals_[1:] if not torch.equal(x, locals_[0])), default=0.0)
 
 
-# -- where two runs part
+# -- where a run makes NaN, and where two runs part
+
+
+def first_nan(program: Program, inputs: Sequence[Any]) -> str:
+    """The first value of one process that holds NaN, in words: its node, module and line."""
+    found: list[str] = []
+
+    def look(node: fx.Node, value: Values) -> None:
+        if not found and isinstance(value[0], Tensor) and bool(value[0].isnan().any()):
+            where = f" in '{fqn_of(node)}'" if fqn_of(node) else ""
+            source = source_of(node)
+            found.append(f"%{node.name}{where}" + (f" ({source})" if source else ""))
+
+    for (_, spec), value in zip(program.input_nodes(), inputs, strict=True):
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            return f"{spec.kind} '{spec.name}', before the call"
+    simulate(program, [inputs], watch=look)
+    return found[0] if found else ""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class CallSpec:
     number of ranks over which a size is cut; the model's code sees the whole. listing: of the captured graph. proven: sizes of
     0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call.
     state: the Python state that it is valid for. Values of that which are inputs of the graph are the last leaves.
+    written: names of the inputs that forward writes into.
     """
 
     in_spec: pytree.TreeSpec
@@ -134,6 +135,7 @@ class CallSpec:
     listing: Any = field(default=None, compare=False, repr=False)
     proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
     state: PythonState = field(default_factory=PythonState, compare=False, repr=False)
+    written: tuple[str, ...] = ()
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megafx.analysis.communication import Communication
 from megafx.analysis.memory import Memory
 from megafx.errors import UsageError
-from megafx.ir.program import Fusion, Note
+from megafx.ir.program import Fusion, Note, Program
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.plan import INDEX, folded_name
@@ -232,6 +232,16 @@ class Report:
 def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
     """Bring in what later passes and the runtime noted."""
     report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
+
+
+def refresh(report: Report, notes: Iterable[Note], program: Program | None) -> None:
+    """Bring in the runtime's notes, and what passes did to the last compiled program."""
+    refresh_notes(report, notes)
+    if program is not None:
+        refresh_notes(report, program.notes)
+        report.fusions = fused(program.fusions)
+        if program.recomputed is not None:
+            report.header["kept for backward"] = str(program.recomputed)
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import sympy
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.distributed.tensor import DTensor
 
@@ -24,12 +22,9 @@ from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
-from megafx.config import Config
 from megafx.distributed import agreement
-from megafx.distributed.board import AUTOCAST, BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
+from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.mesh import Meshes
-from megafx.distributed.optimizers import Steps
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import spec_of
@@ -43,10 +38,12 @@ from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
-from megafx.runtime.held_gradients import HeldBack, HeldGradients
+from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.hooks_on_outputs import Waiting, called_for, refused, watch
 from megafx.runtime.keys import Call, bind_sizes
+from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
+from megafx.runtime.written_arguments import written_arguments
 
 
 class Runs(Protocol):
@@ -92,104 +89,6 @@ class CompiledCall:
         self.shards = output_shards(self.program) if self.shards is None else self.shards
 
 
-@dataclass
-class ModelState:
-    """What the graphs of one model share. slots: FQN -> where the parameter is; step: calls so far."""
-
-    model: nn.Module
-    config: Config
-    meshes: Meshes
-    slots: dict[str, Slot] = field(default_factory=dict)
-    held: HeldGradients = field(default_factory=HeldGradients)
-    step: int = 0
-    boards: Boards | None = None  # once a call was made
-    steps: Steps = field(default_factory=Steps)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return None if self.meshes.tensor is None else self.meshes.tensor.get_group()
-
-    @property
-    def everyone(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel and data-parallel ranks together."""
-        return self.meshes.everyone or self.group
-
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-    def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
-        """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
-        if self.meshes.tensor is not None or param is None:
-            raise UsageError(
-                f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
-                fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
-            )
-        return param.detach()
-
-    def replicated(self) -> list[tuple[str, torch.Tensor]]:
-        """(FQN, value) of parameters that all tensor-parallel ranks hold whole."""
-        stored: list[tuple[str, Any]] = [(n, slot.get()) for n, slot in self.slots.items()]
-        named = [(n, p) for n, p in stored if isinstance(p, TPTensor) and not p.is_meta]
-        return [(n, p._local_tensor.detach()) for n, p in named if p._spec.placements[0].is_replicate()]
-
-    def stepped(self) -> str:
-        """The parameter that the last step of an optimizer had first, in words."""
-        name = next((n for n, slot in self.slots.items() if id(slot.get()) == self.steps.last), None)
-        return "" if name is None else f"; the last one here began with '{name}'"
-
-    def seed(self, *, one_mask: bool) -> torch.Tensor:
-        """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
-        return agreement.draw_seed(self.device, self.meshes.everyone if one_mask else self.group)
-
-    def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
-        if self.config.check_for_nan_in_loss_and_grad:
-            agreement.check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
-
-
-@dataclass
-class Boards:
-    """Where ranks compare what they are about to run. calls: of tensor-parallel ranks; replicas: of data-parallel ranks.
-
-    shared: how many forwards had collectives of data-parallel ranks. (Others, such as evaluation of a copy, are a rank's own.)
-    """
-
-    calls: Board | None
-    replicas: Board | None
-    shared: int = 0
-
-    def forward(self, graph: BoundGraph, call: Call, held: bool) -> None:
-        """Compare the graph with that of other replicas."""
-        if graph.schedule:
-            self.shared += 1
-            sizes = [n for _, x in call.tensors() for n in x.shape] if graph.equal_batches else []
-            self._replicas(FORWARD, self.shared, graph, held, [graph.state.steps.count, *sizes])
-
-    def backward(self, graph: BoundGraph, step: int, shared: int, held: bool, about: str) -> None:
-        """Of the step-th call and shared-th forward of replicas. about: what tensor-parallel ranks agree on."""
-        if self.calls is not None:
-            found = self.calls.exchange(Entry(BACKWARD, step, about, ()))
-            if found is not None:
-                raise calls_differ(found, ())
-        self._replicas(BACKWARD, shared, graph, held, (), "" if about == graph.about else about.partition("\n")[0])
-
-    def _replicas(
-        self, phase: int, number: int, graph: BoundGraph, held: bool, sizes: Sequence[int], more: str = ""
-    ) -> None:
-        if self.replicas is not None and graph.schedule:
-            marks = [*(["no_sync holds gradients back"] if held else []), *([more] if more else [])]
-            text = "\n".join([*marks, graph.schedule])
-            if (found := self.replicas.exchange(Entry(phase, number, text, sizes))) is not None:
-                raise replicas_differ(found, graph.state.stepped())
-
-    def explain(self) -> None:
-        """Raise the difference that made a collective fail, where there is one."""
-        for board, says in ((self.calls, lambda found: calls_differ(found, ())), (self.replicas, replicas_differ)):
-            if board is not None and (found := board.look()) is not None:
-                raise says(found)
-
-
 class BoundGraph:
     """A compiled call, bound to the parameters and buffers of a model. about: what ranks that make this call agree on."""
 
@@ -217,6 +116,10 @@ class BoundGraph:
             i: inputs[results[i]] for i in self.user_outputs if results[i] in inputs and not self.outputs[i].cache
         }
         self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
+        written = compiled.spec.written  # arguments that forward writes into; what is read after the call is a copy
+        self.written = {i for i, x in enumerate(self.inputs) if x.kind == "user" and x.name in written}
+        read = {i for i, _ in compiled.executable.read_in_backward} if written else set()
+        self.copied = {i for i in self.written if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
         slots = state.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
@@ -284,6 +187,7 @@ class BoundGraph:
         call = replace(call, state=self.state_inputs())
         inputs, user = self._inputs(call)
         compiled, step = self.compiled, None
+        written = written_arguments(compiled.spec.written, call, self.inputs, inputs)
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
@@ -307,7 +211,7 @@ class BoundGraph:
             pairs = zip(self.user_outputs, found, strict=True)
             step.watched = [watch(i, self.siblings[i], x) for i, x in pairs if i in self.siblings and x is outputs[i]]
         results = compiled.spec.unflatten(found)
-        return give_back(results, call.caches, compiled.spec.state)
+        return give_back(results, call.caches, compiled.spec.state, written)
 
     def _results(self, outputs: list[Any], user: Mapping[int, torch.Tensor]) -> list[Any]:
         """What the user gets for each user output: never one object twice, without a gradient where eager mode gives none, and
@@ -355,8 +259,9 @@ class BoundGraph:
                     param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
                 )
             elif spec.kind == "user":
-                value = user[len(inputs)] = next(given)
-                inputs.append(value.local.contiguous() if isinstance(value, CacheShard) else value.detach())
+                at, value = len(inputs), next(given)
+                user[at], local = value, value.local.contiguous() if isinstance(value, CacheShard) else value.detach()
+                inputs.append(again.get((spec.kind, spec.name), local.clone() if at in self.copied else local))
             elif (spec.kind, spec.name) in again:
                 inputs.append(again[spec.kind, spec.name])
             elif spec.kind == "buffer":
@@ -466,6 +371,7 @@ class BoundGraph:
             (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
             (any(spec.kind == "seed" for spec in self.inputs), "its dropout would draw other masks"),
             (bool(call.caches or (self.mutations and again is None)), "it has changed a cache or a buffer"),
+            (bool(self.written), "it has written into an argument"),
             (self.compiled.holding is not None, "gradients are added to `main_grad` by the graph"),
             (not self.state.config.gather_outputs, "gather_outputs=False"),
         )
@@ -490,6 +396,11 @@ class BoundGraph:
             raise UsageError(
                 f"{WHERE}: it is computed in eager mode, whose dropout draws other masks than the graph's",
                 fix="compute this term with dropout off (model.eval(), or p=0)",
+            )
+        if self.written:
+            raise UsageError(
+                f"{WHERE}: it is computed in eager mode, from an argument that forward writes into",
+                fix="let forward write into a copy of the argument (x = x.clone())",
             )
         if call.caches or (self.mutations and again is None):
             what = "caches" if call.caches else f"buffer '{self.mutations[0][1]}'"
@@ -549,13 +460,15 @@ class _Again:
     def __init__(self, graph: BoundGraph, inputs: list[Any], parameters: Sequence[torch.Tensor]) -> None:
         written = {name for _, name in graph.mutations}
         pairs = [(spec, value) for spec, value in zip(graph.inputs, inputs, strict=True)]
+        given = {graph.inputs[i].name for i in graph.written}
         self.values: dict[tuple[str, str], Any] = {
             (spec.kind, spec.name): value.clone() if spec.kind == "buffer" else value
             for spec, value in pairs
-            if spec.kind == "seed" or (spec.kind == "buffer" and spec.name in written)
+            if spec.kind == "seed" or (spec.kind == "buffer" and spec.name in written) or spec.name in given
         }
-        read = [(spec.name, x) for spec, x in pairs if isinstance(x, torch.Tensor) and spec.name not in written]
-        read += [(name or "an input", x) for name, x in zip(graph.wrt_names, parameters, strict=True)]
+        read = [(spec.name, x) for spec, x in pairs if isinstance(x, torch.Tensor) and spec.name not in written | given]
+        wrt = [*zip(graph.wrt_names, graph.wrt_slots, parameters, strict=True)]
+        read += [(name or "an input", x) for name, i, x in wrt if isinstance(i, Slot) or i not in graph.written]
         self.versions = [(name, x, x._version) for name, x in read if not x.is_inference()]
 
     def check(self) -> None:

@@ -76,7 +76,7 @@ class EagerCall:
         ):
             output = self.eager(call)
             written = {name: write.left(write.place.get()) for name, write in state.writes.items()}
-        leaves = pytree.tree_leaves(kept(Updated(output, (), written) if written else output))
+        leaves = pytree.tree_leaves(kept(Updated(output, (), written, {}) if written else output))
         made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
         pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
         wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, given[place[x]]) for x in self.wrt]

@@ -16,9 +16,10 @@ place and no hook watches the parameter. Autograd then gets no gradient to add.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,15 @@ class HeldGradients:
     now: bool = False
     sums: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Gradients are held within."""
+        before, self.now = self.now, True
+        try:
+            yield
+        finally:
+            self.now = before
 
     def add(self, name: str, parameter: nn.Parameter, gradient: Tensor, summed: bool) -> None:
         """summed: `gradient` includes what was held, and need not be copied."""

@@ -20,10 +20,13 @@ import sympy
 import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import states_for_caches
+from megafx.capture.caches import CacheState, states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
+from megafx.distributed.tensor import TPTensor
+from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses
 from megafx.runtime.cache_shard import CacheShard
 
@@ -56,6 +59,12 @@ class Call:
             leaves, spec = pytree.tree_flatten(tree)
         return Call(*tree, leaves, spec, caches, part)
 
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with the caches that were given."""
+        caches = iter(self.caches)
+        back = lambda x: next(caches) if isinstance(x, CacheState) else x  # noqa: E731
+        return tuple(map(back, self.args)), {name: back(x) for name, x in self.kwargs.items()}
+
     def names(self) -> list[str]:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
         return [leaf_name(path) for path, _ in paths]
@@ -66,14 +75,19 @@ class Call:
 
     def labels(self) -> list[str]:
         """Names of these."""
-        names = [re.sub(r"^kwargs\[(.*?)\]", r"\1", name) for name in self.names()]
+        names = map(user_name, self.names())
         return [label for name, value in zip(names, self.leaves, strict=True) for label in labels_of({name: value})]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
         pairs = zip(self.names(), self.leaves, strict=True)
         whole = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
-        return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in whole]
+        return [(user_name(n), v) for n, v in whole]
+
+
+def user_name(name: str) -> str:
+    """Of an input as the user wrote it: 'ids' for 'kwargs[ids]'."""
+    return re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
 
 
 def numbers_of(values: Iterable[Any]) -> list[int]:
@@ -271,3 +285,13 @@ def transform_around() -> str | None:
     """The transform of torch.func within which this call is made."""
     inner = peek_interpreter_stack()
     return None if inner is None else _TRANSFORMS.get(inner.key().name, "a transform of torch.func")
+
+
+def refuse_tangents(named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+    """Raise where a tensor carries a tangent of forward-mode automatic differentiation."""
+    for name, tensor in named() if forward_ad._current_level >= 0 else ():
+        if not isinstance(tensor, TPTensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UsageError(
+                f"forward-mode automatic differentiation: '{name}' is a dual tensor, and a graph would drop its tangent",
+                fix="torch.autograd.functional.jvp, which takes two backwards instead (on one rank)",
+            )

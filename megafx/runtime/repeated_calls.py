@@ -190,8 +190,9 @@ class RepeatedCalls:
         # Caches are leaves, and left out: graphs make them where they are asked for.
         leaves, _ = pytree.tree_flatten_with_path(output, is_leaf=is_cache)
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
-        state = dict(_leaves(model))
+        state = dict(_leaves(model)) | {f"argument {k}": x for k, x in enumerate(inputs)}
         old = {id(x) for x in before.values()}
+        old |= {id(x) for x in inputs}
         left = {path: x for path, x in state.items() if isinstance(x, Tensor) and id(x) not in old}
         losses = [x for x in named.values() if x.requires_grad and x.numel() == 1]
         roots = [x for x in {**named, **left}.values() if x.requires_grad and x.grad_fn is not None]
@@ -225,10 +226,13 @@ class RepeatedCalls:
 
 
 def copy_of(values: Any) -> Any:
-    """Arguments of a call, which it may change. Tensors are leaves of autograd."""
+    """Arguments of a call, which it may change. Tensors are leaves of autograd where the caller's are."""
 
     def fresh(x: Any) -> Any:
-        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else copy.deepcopy(x)
+        if not isinstance(x, Tensor):
+            return copy.deepcopy(x)
+        own = x.detach().clone().requires_grad_(x.requires_grad)
+        return own if x.is_leaf else own.clone()
 
     return pytree.tree_map(fresh, values, is_leaf=is_cache)
 

@@ -20,13 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _autograd as autograd
-from torch.autograd import forward_ad
 
 from megafx.analysis.communication import Communication
-from megafx.capture.errors import in_users_code
 from megafx.capture.huggingface import adapted, synthesize_inputs
-from megafx.capture.prepare import alone, configs_of, released
+from megafx.capture.prepare import alone, configs_of, released, without_hooks_on_saved
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
 from megafx.distributed import agreement
@@ -56,9 +53,10 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
-from megafx.report.report import Report, fused, refresh_notes
-from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
+from megafx.report.report import Report, refresh
+from megafx.runtime.bound_graph import BoundGraph, CompiledCall
 from megafx.runtime.compile_call import Settled, compile_call, settle
+from megafx.runtime.failed_calls import failed_call
 from megafx.runtime.guards import Hooked, remove_guards
 from megafx.runtime.keys import (
     TRANSFORM_FIX,
@@ -70,21 +68,12 @@ from megafx.runtime.keys import (
     module_state,
     numbers_of,
     parameter_state,
+    refuse_tangents,
     transform_around,
 )
+from megafx.runtime.model_state import Boards, ModelState
 from megafx.runtime.program_cache import Situation, tell
 from megafx.units import bytes_text
-from megafx.weights.whole import whole_parameters
-
-
-def refuse_tangents(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise where a tensor carries a tangent of forward-mode automatic differentiation."""
-    for name, tensor in named:
-        if not isinstance(tensor, TPTensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise UsageError(
-                f"forward-mode automatic differentiation: '{name}' is a dual tensor, and a graph would drop its tangent",
-                fix="torch.autograd.functional.jvp, which takes two backwards instead (on one rank)",
-            )
 
 
 class Runtime:
@@ -115,12 +104,8 @@ class Runtime:
         self.state = ModelState(model, config, meshes)
         self.settled = Settled()
         self.uncaptured = Uncaptured(model, config)
-        self.captures = 0
-        self.example: tuple[Hashable, Program | None] = (
-            None,
-            None,
-        )  # what the model was planned by, until its first call
-        self.capturing = False
+        self.captures, self.capturing = 0, False
+        self.example: tuple[Hashable, Program | None] = None, None  # what it was planned by, until its first call
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
@@ -152,9 +137,8 @@ class Runtime:
 
     def _check_tree(self) -> None:
         """Submodules that were replaced since (adapters around linears) are captured anew, or refused once a plan is made."""
-        if all(
-            map(eq, map(list, map(dict.values, self.tables)), self.children)
-        ):  # modules are equal only to themselves
+        now = map(list, map(dict.values, self.tables))
+        if all(map(eq, now, self.children)):  # modules are equal only to themselves
             return
         new = [name for name, _ in parameter_slots(self.model) if name not in self.known]
         if self.params is not None and new:
@@ -279,51 +263,33 @@ class Runtime:
                 "model.to_empty(device=...) and values of your own, before the first call",
             )
         call = self._call_of(args, kwargs, part)
-        if forward_ad._current_level >= 0:
-            refuse_tangents([*call.tensors(), *self.model.named_parameters()])
+        refuse_tangents(lambda: [*call.tensors(), *self.model.named_parameters()])
         try:
             graph = self._graph(call).serving(call)
         except CaptureError as error:
-            raised = self._raised_by_the_model(call, error)
-            on_all = self._on_all_ranks(raised is not None)
-            if raised is None:
-                raise
-            raise in_users_code(self._up_to(raised, call) if on_all else raised) from None
+            raise self._failed(call, error) from None
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
         return graph.run(call)
 
-    def _raised_by_the_model(self, call: Call, error: CaptureError) -> Exception | None:
-        """What the model's code raises for this call, where that is why it cannot be captured. It is traced once more, with the
-        sizes and numbers of the call: they may stand in the message."""
-        if error.raised is None:
-            return None
-        grad = torch.is_grad_enabled()
-        try:
+    def _failed(self, call: Call, error: CaptureError) -> Exception:
+        """What a call raises that cannot be captured."""
+        grad, together = torch.is_grad_enabled(), self.meshes.data is None
+
+        def trace() -> None:
             with self._capturing(grad):
                 self._capture_alone(call, frozenset(), {}, False, self._planner(call, grad).training, (), dynamic=False)
-        except CaptureError as again:
-            return again.raised
-        return None
 
-    def _on_all_ranks(self, raised: bool) -> bool:
-        """Whether the model's code raised on every rank that holds a part of its parameters. Collective. Data-parallel ranks
-        have data of their own, and need not raise together."""
-        return self.meshes.data is None and all(agreement.gather_objects(raised, self.group))
+        return failed_call(error, trace, lambda: self._as_written(call), self.model, self.group, together)
 
-    def _up_to(self, raised: Exception, call: Call) -> Exception:
-        """Run a call that raises this in eager mode: what it does before (counters, hooks, lists) is done. Collective."""
-        try:
-            with whole_parameters(self.model):
-                module = self.model.get_submodule(call.part)
-                forward = module if call.part else functools.partial(self.original.forward, module)
-                output = forward(*call.args, **call.kwargs)
-                if self.loss_fn is not None and call.loss_inputs:
-                    self.loss_fn(output, **call.loss_inputs)
-        except type(raised) as error:
-            return error
-        return raised
+    def _as_written(self, call: Call) -> Any:
+        """What the user's own code makes of a call."""
+        module = self.model.get_submodule(call.part)
+        forward = module if call.part else functools.partial(self.original.forward, module)
+        args, kwargs = call.given()
+        output = forward(*args, **kwargs)
+        return (self.loss_fn(output, **call.loss_inputs), output) if self.loss_fn and call.loss_inputs else output
 
     def _compare(self, call: Call, graph: BoundGraph | None) -> None:
         """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""
@@ -484,8 +450,8 @@ class Runtime:
         trained = None if wants is None else [n for n in self.state.slots if wants(Input("param", n))]
         own = [self._describe(call), str(call.spec), self.original.__qualname__, autocast, cuts, trained, about]
         loss = self.loss_fn if call.loss_inputs else None
-        refused = "hooks on modules" if self.hooked.found else ""
-        return Situation(what, self.model, call, planner, own, loss, self.group, self.state.device, refused)
+        hooks = "hooks on modules" if self.hooked.found else ""
+        return Situation(what, self.model, call, planner, own, loss, self.group, self.state.device, hooks)
 
     def _tell(self, situation: Situation | None) -> None:
         """Put what the cache did where users find it."""
@@ -523,12 +489,7 @@ class Runtime:
             with contextlib.ExitStack() as stack:
                 for context in autocast:
                     stack.enter_context(torch.autocast(**context))
-                module = self.model.get_submodule(call.part)
-                forward = module if call.part else functools.partial(self.original.forward, module)
-                output = forward(*call.args, **call.kwargs)
-                return (
-                    (self.loss_fn(output, **call.loss_inputs), output) if self.loss_fn and call.loss_inputs else output
-                )
+                return self._as_written(call)
         finally:
             self.capturing = before
             for module, mode in modes.items():
@@ -589,16 +550,8 @@ class Runtime:
             caches=dict(self.settled.caches),
             axes=self._axes(),
             at_call=True,
-            device_bytes=self._device_bytes(),
+            device_bytes=self.state.device_bytes(self.hardware),
         )
-
-    def _device_bytes(self) -> int | None:
-        """What this process may have of its device: torch.cuda.set_per_process_memory_fraction counts."""
-        device = self.state.device
-        if device.type == "cuda":
-            part = torch.cuda.get_per_process_memory_fraction(device)
-            return int(part * torch.cuda.get_device_properties(device).total_memory)
-        return self.hardware.memory_bytes
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
@@ -682,18 +635,11 @@ class Runtime:
     def _capturing(self, grad: bool) -> Iterator[None]:
         """The model is the user's own within: its forward, its hooks. Hooks on what autograd saves are the run's alone."""
         self.capturing = True
-        saving = []
-        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
-            saving.append(hooks)
-            autograd._pop_saved_tensors_default_hooks()
         try:
-            anomaly = torch.autograd.set_detect_anomaly(False)  # it reads values, and there are none
-            with torch.inference_mode(False), torch.set_grad_enabled(grad), anomaly:
+            with without_hooks_on_saved(), torch.inference_mode(False), torch.set_grad_enabled(grad):
                 yield
         finally:
             self.capturing = False
-            for pair in reversed(saving):
-                autograd._push_saved_tensors_default_hooks(*pair)
 
     def _adopt(self, params: Mapping[str, Placement]) -> None:
         """Settle how parameters are stored, once."""
@@ -707,15 +653,9 @@ class Runtime:
                     if (shards := self.meshes.shards) is not None:
                         shard_over_data(self.model, shards, shards.size() // self.t)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""
-        held = self.state.held
-        before, held.now = held.now, True
-        try:
-            yield
-        finally:
-            held.now = before
+        return self.state.held.holding()
 
     @property
     def is_first(self) -> bool:
@@ -752,15 +692,8 @@ class Runtime:
         plan, last = self.settled.plan, self.settled.last
         if plan is None or plan.report is None:
             raise UsageError("no call is planned yet", fix="call the model once, or pass example_inputs=")
-        refresh_notes(plan.report, self.notes)
-        plan.report.header["graphs captured"] = self.captures
-        if self.cached:
-            plan.report.header["cache"] = self.cached
-        plan.report.emitted = None if last is None else self.communication()
+        plan.report.header |= {"graphs captured": self.captures} | ({"cache": self.cached} if self.cached else {})
+        refresh(plan.report, self.notes, None if last is None else last.program)
         if last is not None:
-            refresh_notes(plan.report, last.program.notes)
-            plan.report.fusions = fused(last.program.fusions)
-            if last.program.recomputed is not None:
-                plan.report.header["kept for backward"] = str(last.program.recomputed)
-            plan.report.predict = last.memory
+            plan.report.emitted, plan.report.predict = self.communication(), last.memory
         return plan.report

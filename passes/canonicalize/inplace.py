@@ -85,6 +85,9 @@ class _Functionalizer:
         self.seen: dict[fx.Node, int] = {}
         self.graded: set[fx.Node] = set()  # bases written where autograd sees it
         self.active = active_nodes(editor.program)
+        self.grads = any(o.requires_grad for o in editor.program.outputs)
+        call = editor.program.call
+        self.leave = () if call is None else call.written  # inputs whose new values leave the graph
 
     def run(self) -> int:
         done: list[fx.Node] = []
@@ -163,7 +166,8 @@ class _Functionalizer:
             raise _refuse(node, f"{node.target} writes into {', '.join(written)}")
         name = self._name(target)
         base = self._base(name)
-        if base.op == "placeholder" and dict(self.editor.program.input_nodes())[base].kind in ("user", "constant"):
+        spec = dict(self.editor.program.input_nodes())[base] if base.op == "placeholder" else None
+        if spec is not None and spec.kind in ("user", "constant") and spec.name not in self.leave:
             raise _refuse(node, "the model writes into one of its inputs")
         how = (
             "under no_grad"
@@ -173,7 +177,7 @@ class _Functionalizer:
             else ""
         )
         fresh = op_name(base) in _FRESH and base not in self.graded
-        if how and base in self.active and not fresh and base not in self.editor.without_grad:
+        if how and self._has_gradient(base) and not fresh and base not in self.editor.without_grad:
             if node.target is aten.embedding_renorm_.default:
                 found = "max_norm of an embedding writes into its weight in forward"
                 raise CaptureError(found, fix=_MAX_NORM, **located(node))
@@ -206,6 +210,14 @@ class _Functionalizer:
         if not self.editor.same_shape(value.meta[VAL], out.meta[VAL]):  # `out` would be resized
             return
         node.target, node.args, node.kwargs = aten.copy_.default, (out, value), {}
+
+    def _has_gradient(self, base: fx.Node) -> bool:
+        """Whether the value may have one in eager mode."""
+        if not self.grads:
+            return False
+        if base.op == "placeholder" and dict(self.editor.program.input_nodes())[base].kind == "user":
+            return base in self.graded or base.meta[VAL].requires_grad
+        return base in self.active
 
     def _detached(self, name: fx.Node) -> bool:
         """Whether the name is a view of a detached tensor: autograd sees no write into the base."""
@@ -271,7 +283,7 @@ class _Functionalizer:
         output = program.output_node()
         values = list(output.args[0])  # type: ignore[arg-type]
         for node, spec in program.input_nodes():
-            if node in self.version:
+            if node in self.version and spec.kind != "user":  # what arguments hold is an output already
                 values.append(self.current[node])
                 program.outputs.append(Output("mutation", spec.name))
         output.args = (tuple(values),)

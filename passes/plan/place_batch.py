@@ -15,7 +15,7 @@ parameters beside a loss of rows). A sum that an op needs whole (a count of labe
 gets its `batch_sum`, whose backward sums the gradients that the ranks have for it: outputs are R or S, so that what users
 compute of them may differ from rank to rank. A draw says that its rows are one rank's of many. An op that needs rows of other
 ranks is an error that names it. Batch norms, and variances, deviations and norms over the batch, are spelled out as means and
-sums first, which then are those of all rows.
+sums first, which then are those of all rows; any, all and counts of what is not zero as sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import fx
 
 from megafx.analysis.batch_rows import FILLS, LIKE, REPEATS, Row, WholeSizes, cut, rows
 from megafx.errors import PlanError
-from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
+from megafx.ir.nodes import argument, aten_ops, draw_of, is_draw, op_name, set_arguments
 from megafx.ir.program import (
     VAL,
     Batch,
@@ -202,7 +202,7 @@ class _Typer:
         if best is None:
             where = ", ".join(_say(h) for h in held)
             what = f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"
-            raise self._error(node, what)
+            raise self._error(node, what, _OF_ROWS if op_name(node) in _EXTREMES else "")
         return best[1]
 
     # -- what depends on the other ranks
@@ -235,7 +235,12 @@ class _Typer:
     def _part(self, node: fx.Node) -> fx.Node:
         """A summand of a value that every rank has."""
         if node not in self.parts:
-            made = Builder(self.program, node.next, node, NAME)(aten.div.Scalar, node, self.ranks)
+            where = node.next
+            while (
+                where.op == "placeholder"
+            ):  # an op among the inputs would come before those that it may take a size of
+                where = where.next
+            made = Builder(self.program, where, node, NAME)(aten.div.Scalar, node, self.ranks)
             self.parts[node], self.facts[made] = made, P
             self.changes += 1
         return self.parts[node]
@@ -271,17 +276,26 @@ class _Typer:
         )
 
 
+_EXTREMES = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "prod", "logsumexp")
+_OF_ROWS = (
+    "return its rows, and take it in your own loop over those of all ranks (torch.distributed.all_reduce, all_gather), or use "
+    "Config(data_parallel_loss='average'), with which it is of each rank's own rows"
+)
+
+
 def _spell_out_batch_statistics(program: Program, over_rows: Callable[[fx.Node, Any], bool]) -> int:
-    """Write batch norms, and variances, deviations and norms over the batch, as means, sums and elementwise ops; returns their
-    number. over_rows(value, dims): whether the batch's dim is among these."""
+    """Write batch norms, and variances, deviations, norms and counts over the batch, as means, sums and elementwise ops;
+    returns their number. over_rows(value, dims): whether the batch's dim is among these."""
     sizes = SizeEmitter(program.graph, program.sizes)
     changes = 0
     for node in [n for n in program.graph.nodes if n.op == "call_function"]:
         build = Builder(program, node, node, NAME)
         if node.target is aten.batch_norm.default:
             made = _batch_norm(build, node)
-        elif node.target not in _SPELLED_OUT or not over_rows(node.args[0], argument(node, "dim")):
+        elif node.target not in _SPELLED_OUT or not over_rows(node.args[0], _dims(node)):
             continue
+        elif node.target in _COUNTS:
+            made = _count(build, node)
         elif node.target is aten.linalg_vector_norm.default:
             if argument(node, "ord") != 2:
                 continue
@@ -297,10 +311,33 @@ def _spell_out_batch_statistics(program: Program, over_rows: Callable[[fx.Node, 
 
 
 _DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
+_COUNTS = aten_ops(
+    "any.default any.dim any.dims all.default all.dim all.dims count_nonzero.default count_nonzero.dim_IntList"
+)
 _SPELLED_OUT = (
+    *_COUNTS,
     *(aten.var.correction, aten.var.dim, aten.var.default, aten.linalg_vector_norm.default),
     *_DEVIATIONS,
 )
+
+
+def _dims(node: fx.Node) -> Any:
+    """The dims that it reduces; None and [] are all."""
+    dims = argument(node, "dim")
+    return [dims] if isinstance(dims, int) else dims
+
+
+def _count(build: Builder, node: fx.Node) -> fx.Node:
+    """any, all and count_nonzero by how many elements are zero, or are not."""
+    x, name = argument(node, "self"), op_name(node)
+    counted = build(aten.eq.Scalar if name == "all" else aten.ne.Scalar, x, 0)
+    dims = _dims(node) or [*range(x.meta[VAL].dim())]
+    total = build(aten.sum.dim_IntList, counted, dims, bool(argument(node, "keepdim")))
+    if name == "count_nonzero":
+        return total
+    made = build(aten.eq.Scalar if name == "all" else aten.ne.Scalar, total, 0)
+    dtype = node.meta[VAL].dtype
+    return made if made.meta[VAL].dtype == dtype else build(aten.to.dtype, made, dtype)
 
 
 def _root(build: Builder, square: fx.Node) -> fx.Node:

@@ -114,8 +114,14 @@ def test_error_random_op(capfd: Any) -> None:
     )
 
 
-def test_error_write_to_an_input(capfd: Any) -> None:
-    assert _error(lambda m, x: m.lin(x.mul_(2)), capfd).startswith(
+TABLE = torch.ones(D)
+
+
+def test_error_write_to_a_constant(capfd: Any) -> None:
+    def forward(m: Any, x: torch.Tensor, *, table: torch.Tensor = TABLE) -> torch.Tensor:
+        return m.lin(x * table.mul_(2))
+
+    assert _error(forward, capfd).startswith(
         "the model writes into one of its inputs, which cannot be made functional\n  in module 'block'"
     )
 

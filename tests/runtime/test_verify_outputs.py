@@ -12,6 +12,7 @@ from torch import nn
 import megafx
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
+from megafx.runtime.written_arguments import written_arguments
 
 TWO = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
 
@@ -137,3 +138,39 @@ def test_a_fault_of_the_runtime_is_found(fault: str, monkeypatch: pytest.MonkeyP
     found = repeated(Stateful())
     assert not found and found.repeated.wrong(1e-10), found
     assert "after a change of" in str(found)
+
+
+class Writes(Stateful):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+@pytest.mark.repeated_calls
+def test_what_forward_writes_into_arguments_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 8).double()
+    before = x.clone()
+    found = megafx.verify(Writes().double(), TWO, example_inputs=(x,))
+    assert found and found.outputs["args[0]"] <= 1e-10, found
+    assert torch.equal(x, before)
+    lost = lambda *of: {name: x.clone() for name, x in written_arguments(*of).items()}  # noqa: E731
+    monkeypatch.setattr("megafx.runtime.bound_graph.written_arguments", lost)
+    found = megafx.verify(Writes().double(), TWO, example_inputs=(before,))
+    assert not found and "'argument 0'" in str(found), found
+
+
+class Logarithm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 7), torch.nn.Linear(7, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.log(self.up(x))).square().mean()  # of numbers below 0
+
+
+def test_nan_of_eager_mode_is_named() -> None:
+    """Widths that are padded: 7 on two ranks."""
+    found = megafx.verify(Logarithm().double(), TWO, example_inputs=(torch.randn(5, 8).double(),))
+    assert found, found
+    assert "NaN in eager mode too: output '', the gradient of 'up.weight'" in str(found), found
+    assert "the first is %log" in str(found) and "torch.log(self.up(x))" in str(found), found

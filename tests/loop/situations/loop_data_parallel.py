@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
@@ -142,3 +144,45 @@ def a_hook_records_where_each_rank_has_its_own_batch(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loop.mean(loss), seen=loop.mean(seen[-1]))
     loop.see_gradients(model)
+
+
+@situation("https://github.com/Lightning-AI/pytorch-lightning/discussions/6501", slow=(2, "fsdp"), data=("ddp", "fsdp"))
+def numbers_of_the_whole_batch_for_the_log(loop: Loop) -> None:
+    """Whether any row, or all rows, are so, how many there are, and what Python makes of such numbers."""
+
+    def terms(m: nn.Module, h: Tensor, y: Tensor) -> tuple[Tensor, dict[str, object]]:
+        seen = {"any": (y == 4).any().item(), "all": bool((h > -9).all()), "count": int((h > 0).sum())}
+        seen |= {
+            "nonzero": y.count_nonzero().item(),
+            "by class": (h > 0.1).any(0),
+            "all by class": (h > -0.3).all(dim=0),
+        }
+        seen |= {"rounded": round(h.square().sum().item(), 3), "norm": float(h.norm()), "nan": h.isnan().any().item()}
+        return F.cross_entropy(h, y), seen | {"half": h.mean().item() / 2}
+
+    model = loop.model(Objective(terms))
+    for _ in range(3):
+        loss, seen = model(loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,))))
+        loss.backward()
+        loop.see(loss=loss, **seen)
+    loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/16201", ranks=(1,), data=("ddp",))
+def the_largest_value_of_all_rows(loop: Loop) -> None:
+    """Refused with data parallelism; both parts of the advice are followed."""
+    terms = lambda m, h, y: (F.cross_entropy(h, y), h.max().item())  # noqa: E731
+    x, y = torch.randn(6, 7), torch.randint(0, 5, (6,))
+    if loop.parts > 1:
+        model = loop.model(Objective(terms))
+        with pytest.raises(PlanError, match="return its rows, and take it in your own loop"):
+            model(loop.rows(x), loop.rows(y))
+        own = loop.model(Objective(terms), data_parallel_loss="average")(loop.rows(x), loop.rows(y))[1]
+    torch.manual_seed(0)
+    model = loop.model(Objective((lambda m, h, y: (F.cross_entropy(h, y), h)) if loop.parts > 1 else terms))
+    loss, largest = model(loop.rows(x), loop.rows(y))
+    if loop.parts > 1:
+        largest = largest.detach().max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        assert own <= 100
+    loop.see(loss=loss, largest=float(largest))

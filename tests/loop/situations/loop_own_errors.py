@@ -6,10 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
+
+from megafx.errors import MegafxError
 
 EITHER = "https://github.com/huggingface/transformers/issues/24310"
 LONG = "https://github.com/karpathy/nanoGPT/issues/320"
@@ -128,4 +132,62 @@ def a_part_that_stays_eager_raises_for_some_data(loop: Loop) -> None:
             model[2].bias.fill_(9.0 * sign)
         x = torch.randn(5, 6)
         seen(loop, functools.partial(_backward, model, x))
+    loop.see_gradients(model)
+
+
+class Fails(Counts):
+    """As `Counts`, with dropout that drops nothing; raises if `limit` is set."""
+
+    limit = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.detach().mean())
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0))
+        h = F.dropout(self.up(x), 1e-300, self.training)
+        if self.limit:
+            raise TooLong(f"call {self.calls}")
+        return self.down(h.relu()).square().mean()
+
+
+def state_of(model: Any) -> list[Any]:
+    return [model.calls, [float(x) for x in model.seen], model.mean.clone(), torch.get_rng_state()]
+
+
+@situation("https://github.com/Lightning-AI/pytorch-lightning/issues/9580", ranks=(2,))
+def one_rank_raises_alone(loop: Loop) -> None:
+    """An error on every rank, of which nothing is left: the next call is as if it had not been."""
+    model, batches = loop.model(Fails()), torch.randn(5, 6, 6)  # before dropout draws other numbers than eager mode's
+    for step, x in enumerate(batches):
+        if step in (0, 2, 3) and not loop.eager:
+            before, model.limit = state_of(model), dist.get_rank() == 1
+            with pytest.raises(
+                (TooLong, MegafxError)
+            ):  # an AgreementError where a graph is known: ranks hold other attributes
+                model(x)
+            model.limit = False
+            assert str(state_of(model)) == str(before)
+        loss = model(x)
+        loss.backward()
+        loop.see(loss=loss, calls=model.calls, mean=model.mean, kept=torch.stack(model.seen))
+    loop.see_gradients(model)
+
+
+@situation(
+    "https://github.com/Lightning-AI/pytorch-lightning/issues/9580", ranks=(), data=("ddp", "fsdp"), slow=("fsdp",)
+)
+def a_data_parallel_rank_raises_alone(loop: Loop) -> None:
+    """Its batch does not fit the model; it leaves the batch out and makes the next call, in which it meets the other rank."""
+    model, batches = loop.model(Fails()), torch.randn(5, 6, 6)  # before dropout draws other numbers than eager mode's
+    for step, x in enumerate(batches):
+        if not loop.eager and (step == 4 or (step in (0, 2) and dist.get_rank() == 1)):  # in the last step both do
+            before, model.limit = state_of(model), True
+            with pytest.raises(TooLong, match=f"call {model.calls + 1}"):
+                model(loop.rows(x))
+            model.limit = False
+            assert str(state_of(model)) == str(before)
+        loss = model(loop.rows(x))
+        loss.backward()
+        loop.see(loss=loss, calls=model.calls, mean=model.mean)
     loop.see_gradients(model)

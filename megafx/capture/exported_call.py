@@ -1,0 +1,117 @@
+"""The module that torch.export gets: one call of the user's model, and what of it leaves the graph beside its output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megafx.capture.caches import Ordered, Revived, kept
+from megafx.capture.expert_loops import ExpertLoops
+from megafx.capture.followed import Trace
+from megafx.capture.hooks import without_hooks
+from megafx.capture.real_values import CallValues
+from megafx.errors import CaptureError
+from megafx.ir.call_spec import ambient_autocast, register_dataclasses
+from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ops.eager_call import Order
+
+
+class ExportedCall(nn.Module):
+    """The exported module: the user's call plus loss_fn, under the caller's autocast state."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, forward: Callable[..., Any] | None
+    ) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.training = model, loss_fn, model.training
+        self.call = forward if forward is not None else type(model).__call__
+        self.calls_forward = forward is not None  # and not the hooks around it
+        self.autocast = ambient_autocast()
+        self.note: Callable[[str], None] = lambda text: None
+        self.returned: Callable[[list[bool]], None] = lambda requires_grad: (
+            None
+        )  # called with which leaves of the result do
+        self.trace: Trace | None = None
+        self.order = Order()
+        self.values: CallValues | None = None
+        self.names: list[str] = []  # of the leaves of a call
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
+    ) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context in self.autocast:
+                stack.enter_context(torch.autocast(**context))
+            loops = stack.enter_context(ExpertLoops(self.note))
+            buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
+            caches, self.order.last, self.order.count = Revived(), None, 0
+            entering = pytree.tree_leaves((args, kwargs, loss_inputs, state))
+            tensors = {n: x for n, x in zip(self.names, entering, strict=True) if isinstance(x, torch.Tensor)}
+            versions = {name: x._version for name, x in tensors.items()}
+            args, kwargs = caches.revive((args, kwargs))
+            given = [*_containers((args, kwargs))]
+            assert self.trace is not None
+            if self.values is not None:
+                self.values.begin([*tensors.values()])
+            stack.enter_context(DataShapeEnv.recording())
+            with self.trace.running(state):
+                output = self.call(self.model, *args, **kwargs)
+                for module, name, old in buffers:
+                    new = module._buffers.get(name)
+                    if new is None or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
+                        continue
+                    with torch.no_grad():  # `self.mean = ...` is written in place, as graphs record it
+                        old.copy_(new)
+                    module._buffers[name] = old
+            while register_dataclasses(pytree.tree_leaves(output)):  # so that export can flatten it
+                pass
+            result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
+            loops.check(result)
+            _refuse_changes(given)
+            written = {name: x for name, x in tensors.items() if x._version != versions[name]}
+            result = kept(caches.result(result, self.trace.tensors, written))
+            if self.order.last is not None:
+                result = Ordered(result, self.order.last)
+            self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
+            return result
+
+
+def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """(path, container, a copy) of each list and dict among the arguments of a call."""
+    if type(tree) in (list, dict):
+        yield path, tree, tree.copy()
+    if type(tree) in (list, tuple, dict):
+        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _containers(part, (*path, key))
+
+
+def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], Any, Any]]) -> None:
+    """Raise if forward has changed a list or dict that it was given: calls of a graph would not."""
+    for path, container, copy in given:
+        same = len(container) == len(copy) and all(
+            container[key] is copy[key] if isinstance(container, list) or key in copy else False
+            for key in (container if isinstance(container, dict) else range(len(container)))
+        )
+        if not same:
+            top, *rest = path[1:]
+            name = (f"'{top}'" if isinstance(top, str) else f"number {top}") + "".join(f"[{key!r}]" for key in rest)
+            kind = type(container).__name__
+            raise CaptureError(
+                f"forward changes its argument {name}, a {kind} of the caller's",
+                fix=f"change a copy of it ({kind}(...)), and return what is to be seen outside",
+            )
+
+
+def part_forward(module: nn.Module) -> Callable[..., Any]:
+    """forward(model, ...) that calls this submodule of it."""
+
+    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with without_hooks(module):
+            return module(*args, **kwargs)
+
+    return forward
