@@ -1,4 +1,4 @@
-"""Modelled beside recorded: what the schedule (megafx/report/steps.py) says of the training steps in RESULTS.md. Needs no GPU.
+"""Modelled beside recorded times (megafx/planner/timeline.py) of the training steps in RESULTS.md. Needs no GPU.
 
     python benchmarks/modelled_steps.py                              # by the H200's profile that comes with megafx
     python benchmarks/modelled_steps.py --hardware h100-nvlink       # by the H100's, beside steps on H100
@@ -27,8 +27,8 @@ from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
+from megafx.planner.timeline import graphs_pay
 from megafx.report.report import Report
-from megafx.report.steps import graphs_pay
 
 H200 = "h200-nvlink"
 RECORDED = {

@@ -1,7 +1,7 @@
 """`megafx.profile_hardware`: measure what the planner prices a machine by, and write it as a profile.
 
 Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, collectives by kind and number of
-ranks. On GPUs also what a schedule needs (report/steps.py): products by shape, attention, launches, and what runs beside what.
+ranks. On GPUs also what the timeline needs (planner/timeline.py): products by shape, attention, launches, overlap.
 """
 
 from __future__ import annotations

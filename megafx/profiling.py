@@ -10,9 +10,9 @@ import torch
 
 from megafx.errors import UsageError
 from megafx.ops.ranges import PREFIX
-from megafx.report.drawn import Picture
+from megafx.planner.costed import CostedGraph
+from megafx.planner.timeline import COMPUTE, WAIT, StepTimes
 from megafx.report.report import Measured, Report
-from megafx.report.steps import COMPUTE, WAIT, Step
 
 
 def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
@@ -40,7 +40,7 @@ def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
     report.measured = beside_model(found, report.picture, report.step)
 
 
-def beside_model(found: dict[str, float], picture: Picture, step: Step) -> list[Measured]:
+def beside_model(found: dict[str, float], picture: CostedGraph, step: StepTimes) -> list[Measured]:
     """'forward h.0.mlp' -> microseconds, in the order of the graph; like layers together, beside what the schedule says."""
     layers = {modules[0]: region for modules, region in picture.order if picture.regions[region].layer}
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megafx.analysis.costed_graph import costed_graph
 from megafx.compiler.pipeline import passes_of
 from megafx.compiler.runner import Runner
 from megafx.config import Config
@@ -29,11 +30,10 @@ from megafx.debugging import Debug, current
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
+from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
+from megafx.planner.timeline import StepTimes, timeline
 from megafx.progress import stage
-from megafx.report.drawn import Picture
-from megafx.report.picture import draw
-from megafx.report.steps import Step, schedule
 from megafx.units import bytes_text, time_text
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
@@ -298,7 +298,7 @@ def _priced(
     t: int,
     batches: Sequence[int],
     wants_grad: Callable[[Input], bool],
-) -> Iterator[tuple[Picture, Step, int]]:
+) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
     """The plan of the first batch size, at each of them."""
     given = None
     for batch in batches:
@@ -309,11 +309,13 @@ def _priced(
         first = names.index("plan_sharding")
         Runner(planner, names, _quiet()).run(program, passes[first : names.index("insert_transitions") + 1])
         given = planner.solved
-        picture = draw(program, planner)
-        yield picture, schedule(picture), batch
+        picture = costed_graph(program, planner)
+        yield picture, timeline(picture), batch
 
 
-def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware, memory: int) -> Iterator[Candidate]:
+def _with_data(
+    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, memory: int
+) -> Iterator[Candidate]:
     """One candidate for each form of data parallelism and each budget; of the budgets those up to the first that fits."""
     d = config.data_parallel_size or 1
     held = picture.memory

@@ -1,4 +1,4 @@
-"""What backward keeps of forward, and what it makes again: the rules that the cut follows, and the prices of both.
+"""What backward keeps of forward, and what it recomputes: the rules that the cut follows.
 
 Handed over by reference: parameters, buffers, user inputs, joined parameters. Made again for nothing: views, sizes, casts of
 parameters. All else that backward reads is kept, unless its node is tagged (ir.RECOMPUTE): it is then made again from what it
@@ -8,35 +8,20 @@ is made of, by the same rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
-from megafx.analysis.communication import STARTS, is_region_gather, is_start, is_wait
+from megafx.analysis.communication import is_region_gather, is_start, is_wait
 from megafx.analysis.lazy import only_for_lazy
-from megafx.ir.facts import ATTENTION, MATMUL, facts_of
-from megafx.ir.nodes import argument, in_backward, op_name, shows_operand, storage_of
-from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors, tensors_of
+from megafx.analysis.prices import bytes_of
+from megafx.ir.nodes import argument, in_backward, shows_operand, storage_of
+from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
-from megafx.ops.offload import is_on_host
-from megafx.placements.types import ALL_GATHER, ALL_TO_ALL
-from megafx.planner.cost import (
-    DTYPE_OF_ITEMSIZE,
-    collective_seconds,
-    cost_kind,
-    matmul_seconds,
-    memory_seconds,
-    op_bytes,
-    op_flops,
-)
-from megafx.planner.hardware import Hardware
 
 aten = torch.ops.aten
-_LEFT = {"addmm": 1, "baddbmm": 1}  # position of the product's left operand, where it is not the first
 # Ops of ours that run a user's code, or hold what one rank alone has.
 _NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.batch_sum", "megafx.gather_region")
-_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")  # what torch's attention becomes
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -161,61 +146,6 @@ def is_value(node: fx.Node) -> bool:
     return isinstance(node.meta.get(VAL), torch.Tensor) and not is_start(node)
 
 
-# -- prices
-
-
-def bytes_of(program: Program, node: fx.Node) -> int:
-    """Bytes of a node's tensors on the device, at the workload."""
-    return 0 if is_on_host(node) else sum(map(program.sizes.bytes, tensors_of(node)))
-
-
 def total_bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the values that are kept for backward, at the workload: those that it gets by reference not counted."""
     return sum(bytes_of(program, n) for n in nodes if not is_given(n))
-
-
-def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
-    """Modelled time of one forward run of a node on one rank, at the workload."""
-    if node.op != "call_function" or is_wait(node):
-        return 0.0
-    results = tensors_of(node)
-    if not results:
-        return 0.0
-    if is_start(node):
-        kind = STARTS[node.target]
-        sent = sum(program.sizes.numel(n.meta[VAL]) for n in node.all_input_nodes) * (
-            t if kind in (ALL_GATHER, ALL_TO_ALL) else 1
-        )
-        return collective_seconds(kind, sent, results[0].element_size(), hardware, t)
-    name = op_name(node)
-    operands = [v for n in node.all_input_nodes for v in tensors_of(n)]
-    if name == "getitem" or (shows_operand(node) and not copies(node)):
-        return 0.0
-    moved = op_bytes(name, bytes_of(program, node), [*map(program.sizes.bytes, operands)])
-    name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
-    terms = _terms(program, node, name, operands) if cost_kind(name) in (MATMUL, ATTENTION) else 0
-    flops = op_flops(name, program.sizes.numel(results[0]), terms)
-    # by an operand: a fused loss in fp32 has products of bf16 inside
-    factor = next((v for v in operands if v.is_floating_point()), results[0])
-    dtype = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32")
-    return max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
-
-
-def copies(node: fx.Node) -> bool:
-    """Whether what its schema calls a view is a copy: of an operand that lies otherwise in memory."""
-    if node.target is not aten.contiguous.default:
-        return False
-    operand: Any = node.args[0]
-    return not operand.meta[VAL].is_contiguous()
-
-
-def _terms(program: Program, node: fx.Node, name: str, operands: list[torch.Tensor]) -> int:
-    """Terms summed for an element of a product; keys of attention."""
-    work = lambda size: program.sizes.workload(program.sizes.of(size))  # noqa: E731
-    terms = facts_of(node.target).terms
-    if terms is not None:
-        shapes = fx.map_arg(node.args, lambda n: tuple(map(work, n.meta[VAL].shape)))
-        return int(terms(*shapes))
-    if cost_kind(name) == ATTENTION:
-        return work(operands[1].shape[-2])
-    left: Any = node.args[_LEFT.get(name, 0)]
-    return work(left.meta[VAL].shape[-1]) if isinstance(left, fx.Node) else 1

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.communication import is_wait
-from megafx.analysis.kept import copies
+from megafx.analysis.prices import copies
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import aten_ops, op_name, shows_operand, writes
 from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of, tensors_of

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
+from megafx.analysis.costed_graph import costed_graph
 from megafx.analysis.memory import Memory, memory
 from megafx.capture.prepare import alone
 from megafx.checks import types
@@ -71,18 +72,18 @@ from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
+from megafx.planner.timeline import LEAST_GAIN, graphs_pay, timeline
 from megafx.report.alternatives import price_alternatives
 from megafx.report.describe import describe
-from megafx.report.picture import draw
 from megafx.report.report import refresh_notes
-from megafx.report.steps import LEAST_GAIN, graphs_pay, schedule
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
     """Make the report of the plan, which `megafx.explain` shows."""
     report = planner.solved.report = describe(program, planner)
-    report.picture = draw(program, planner)
-    report.step = schedule(report.picture)
+    report.picture = costed_graph(program, planner)
+    report.step = timeline(report.picture)
+    planner.solved.step_us = report.step.total_us
     report.header["modelled step"] = f"{report.step.total_us:.0f} us"
     if planner.config.cuda_graphs == "auto":
         pays, why = graphs_pay(report.step, planner.hardware)
@@ -357,7 +358,7 @@ def _tried(program: Program, planner: Planner, passes: list[Pass], wanted: bool 
         _runner(own, "capture", replace(current(), level=0, dump=None, stop_after=None)).run(program.copy(), passes)
     except PlanError:
         return None
-    return own.solved.report.step.total_us, own.solved.sequence_parallel
+    return own.solved.step_us, own.solved.sequence_parallel
 
 
 def passes_of(planner: Planner, *stages: str) -> list[Pass]:

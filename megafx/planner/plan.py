@@ -77,8 +77,9 @@ class Plan:
     """placement of everything on axis `axis` of size `t`.
 
     params: FQN -> storage placement (I or S). ops: node name -> OpChoice. transitions: node name -> transitions of its
-    value, in the order in which they are made. cost_us: modelled time of one step, microseconds. flat_tokens: the plan is of a
-    graph in which the tokens are one dim (`flatten_tokens`).
+    value, in the order in which they are made. Microseconds, modelled: cost_us, what the solver
+    minimises; step_us, a step by its timeline. flat_tokens: the plan is of a graph in which the tokens are one dim
+    (`flatten_tokens`).
     """
 
     t: int
@@ -91,6 +92,7 @@ class Plan:
     removals: list[Removal] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)  # FQN or node -> why it is not sharded
     cost_us: float = 0.0
+    step_us: float = 0.0
     hardware: str = ""
     workload: dict[str, int] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)

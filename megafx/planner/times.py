@@ -1,7 +1,7 @@
 """How long the kernels of a step take on one rank, by what was measured (`Hardware`). No torch import.
 
 The solver's costs (cost.py) are sums over placements. These are for a schedule, which says what runs beside what
-(report/steps.py): products by their shape, forward and backward apart, collectives by kind and number of ranks.
+(planner/timeline.py): products by their shape, forward and backward apart, collectives by kind and number of ranks.
 """
 
 from __future__ import annotations

@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from megafx.analysis.costed_graph import style_of
 from megafx.ir.program import VAL
 from megafx.placements.types import LOCAL, collectives
 from megafx.planner.cost import transition_cost
+from megafx.planner.costed import CostedGraph
 from megafx.planner.plan import Plan, Transition
 from megafx.planner.problem import Neighbourhood, Problem
-from megafx.report.describe import style_of
-from megafx.report.drawn import Picture
 from megafx.units import bytes_text
 
 Sent = Counter[tuple[str, int]]  # (collective, bytes that a rank sends) -> how many, forward and backward
 
 
-def price_alternatives(picture: Picture, problem: Problem, plan: Plan) -> None:
+def price_alternatives(picture: CostedGraph, problem: Problem, plan: Plan) -> None:
     """Fill `alternatives` of each op with a weight: the cheapest strategy of each other style, and the collectives that differ.
 
     problem: without policies, whose strategies have a price too; `why` has the reasons why they were taken away.

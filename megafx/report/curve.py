@@ -1,4 +1,4 @@
-"""The memory of a rank over the modelled step: what `analysis/memory.py` says that graphs hold, at the times of `steps.py`.
+"""The memory of a rank over the modelled step: what `analysis/memory.py` says that graphs hold, at the times of the timeline.
 
 A compiled call's nodes have their modules; each gets the time at which the schedule computes its module in that layer. Where
 there is only a plan, values are counted that backward reads, from the op that makes them be kept to its backward: at most
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megafx.analysis.memory import Memory, Timeline
-from megafx.report.drawn import Picture
-from megafx.report.steps import COMPUTE, Run, Step, runs
+from megafx.planner.costed import CostedGraph
+from megafx.planner.timeline import COMPUTE, Run, StepTimes, runs
 
 LEAST, KEPT, GRADIENTS, WORKING = "kept for backward, at most", "kept for backward", "gradients", "working memory"
 SHOWN = 400  # spans of time of which a curve keeps the highest point
@@ -39,7 +39,7 @@ class Curve:
         return sum(self.held.values()) + int(max(sum(point[1:]) for point in self.points))
 
 
-def curve(picture: Picture, step: Step, memory: Memory | None) -> Curve:
+def curve(picture: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve:
     """memory: of the compiled call; None where there is only a plan."""
     order = runs(picture, step)
     if memory is None:
@@ -64,7 +64,7 @@ def curve(picture: Picture, step: Step, memory: Memory | None) -> Curve:
     return Curve({k: v for k, v in held.items() if v}, kinds, _thinned(points, step.total_us), True)
 
 
-def _kept(picture: Picture, order: Sequence[Run]) -> list[tuple[float, int]]:
+def _kept(picture: CostedGraph, order: Sequence[Run]) -> list[tuple[float, int]]:
     changes: dict[float, int] = defaultdict(int)
     changes[0.0] = 0
     for run in order if picture.training else ():
@@ -82,7 +82,7 @@ def _kept(picture: Picture, order: Sequence[Run]) -> list[tuple[float, int]]:
     return found
 
 
-def _times(timeline: Timeline, order: Sequence[Run], picture: Picture) -> list[float]:
+def _times(timeline: Timeline, order: Sequence[Run], picture: CostedGraph) -> list[float]:
     """When each point of a graph is, by the schedule: these runs. Times never fall from one point to the next."""
     starts: dict[tuple[int, str], list[float]] = defaultdict(list)  # of the ops of a module in a run
     layers: dict[str, int] = {}

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.costed_graph import priced, statistics, style_of, text_of
 from megafx.config import Config
-from megafx.ir.facts import ATTENTION, MATMUL, facts_of
+from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
-from megafx.ops.owners import OWNER_PARAMETER
-from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
+from megafx.placements.types import LOCAL, Owned, Placement
 from megafx.planner.context import Planner
-from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
+from megafx.planner.cost import cost_kind, in_pieces
+from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX
-from megafx.report.drawn import PricedTransition
 from megafx.report.report import Line, Report, fused
 
 
@@ -162,27 +162,6 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     )
 
 
-def text_of(placement: Placement, program: Program) -> str:
-    """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
-    if not placement.is_shard or placement.cut.simple() or isinstance(placement, Owned):
-        return str(placement)
-    text = program.sizes.text
-    blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
-    return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
-
-
-def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
-    lookup = "embedding" in str(node.target)
-    if not any(p.is_shard for p in weights):
-        return "on a shard of the sequence" if out.is_shard else "replicated"
-    of_experts = any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts
-    if of_experts or node.target is OWNER_PARAMETER:
-        return "expert-parallel"
-    if out.kind == "P":
-        return "vocab-parallel" if lookup else "row-parallel"
-    return "hidden-parallel" if lookup or cost_kind(op_name(node)) != MATMUL else "column-parallel"
-
-
 def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[PricedTransition, ...]:
     """The transitions made of this value, found in the graph."""
     transitions, stack = [], [node]
@@ -194,32 +173,3 @@ def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[Pri
                 stack.append(user)
     gathered = statistics(program, planner, node)
     return tuple(transitions) if gathered is None else (*transitions, gathered)
-
-
-def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
-    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
-    choice = planner.solved.ops.get(node.name)
-    localized = facts_of(node.target).localize
-    if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
-        return None
-    value, t = node.meta[VAL], planner.t
-    itemsize = max(value.dtype.itemsize, 4)
-    numel = 4 * t * program.sizes.numel(value)
-    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
-    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
-
-
-def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
-    src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
-    row, val, root = collectives(src, dst), value.meta[VAL], value
-    while root.target is torch.ops.megafx.transition.default:  # one of several in a row: what they move decides
-        root = root.all_input_nodes[0]
-    needs_grad = root in planner.differentiable
-    shape = program.sizes.shape(val)
-    sizes = (program.sizes.numel(val), val.dtype.itemsize, planner.hardware, planner.t)
-    pieces = in_pieces(src, shape) or in_pieces(dst, shape)
-    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
-    ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
-    sent = (cost.forward_bytes, cost.backward_bytes)
-    seconds = (cost.seconds, cost.forward_seconds)
-    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megafx.report.steps import runs
+from megafx.planner.timeline import runs
 
 SIDES = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head><body style="max-width: none">

@@ -18,9 +18,9 @@ from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note, Program
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
+from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
-from megafx.report.drawn import PricedTransition
 from megafx.report.page import data_of, page, picture_data
 from megafx.report.trace import trace_events
 from megafx.units import bytes_text, time_text
@@ -79,8 +79,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
     fusions: list[Fused] = field(default_factory=list)
-    picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
-    step: Any = None  # steps.Step: when they run in a training step
+    picture: Any = None  # CostedGraph: ops and collectives of each kind of layer
+    step: Any = None  # StepTimes: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
     predict: Callable[..., Memory] | None = None  # memory of a rank over a step of the compiled call
     model: str = ""  # name of its class
@@ -149,7 +149,7 @@ class Report:
                 yield f"backward {t.backward}", t.backward_bytes
 
     def to_json(self) -> str:
-        """Everything as data: also ops, collectives and their times, as `picture.py` and `steps.py` say."""
+        """Everything as data: also ops, collectives and their times, as `planner/costed.py` and `planner/timeline.py` say."""
         rows, fusions = [asdict(r) for r in self.rows], [asdict(f) for f in self.fusions]
         data = {"header": self.header, "rows": rows, "params": self.params, "fusions": fusions}
         return json.dumps(data | {"removed": self.removed, "notes": self.notes} | self.page_data(), indent=1)

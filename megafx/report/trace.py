@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megafx.planner.costed import CostedGraph
+from megafx.planner.timeline import COMPUTE, SEND, WAIT, Run, Segment, StepTimes, runs
 from megafx.report.curve import Curve
-from megafx.report.drawn import Picture
-from megafx.report.steps import COMPUTE, SEND, WAIT, Run, Segment, Step, runs
 
 PARTS, DEVICE, LINK = 1, 2, 3
 TRACKS = {PARTS: "parts of the step", DEVICE: "device: computes, waits", LINK: "link: collectives"}
 
 
-def trace_events(picture: Picture, step: Step, memory: Curve, about: Mapping[str, Any]) -> dict[str, Any]:
+def trace_events(picture: CostedGraph, step: StepTimes, memory: Curve, about: Mapping[str, Any]) -> dict[str, Any]:
     """about: what the trace says of itself."""
     events = [
         _complete(PARTS, f"{r.part.direction} {r.name}", "part", r.start, r.part.us, {}) for r in runs(picture, step)
@@ -50,7 +50,7 @@ def _complete(
     return {"ph": "X", "pid": 1, "tid": track, "name": name, "cat": kind, **times, "args": dict(arguments)}
 
 
-def _name(picture: Picture, run: Run, segment: Segment) -> str:
+def _name(picture: CostedGraph, run: Run, segment: Segment) -> str:
     if segment.node < 0:
         what = "optimizer" if segment.node == -2 else "gradients of whole parameters"
     else:
@@ -63,7 +63,7 @@ def _name(picture: Picture, run: Run, segment: Segment) -> str:
     return f"wait for {what}" if segment.lane == WAIT else what
 
 
-def _arguments(picture: Picture, segment: Segment) -> dict[str, Any]:
+def _arguments(picture: CostedGraph, segment: Segment) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes sent": segment.sent} if segment.sent else {}
     if segment.node < 0:
         return found

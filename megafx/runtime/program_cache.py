@@ -38,12 +38,12 @@ from megafx.ir.program import Program
 from megafx.ir.python_state import PythonState
 from megafx.ir.stored import Reader, Unstorable, Writer
 from megafx.planner.context import Planner
+from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
+from megafx.planner.timeline import Part, Segment, StepTimes
 from megafx.progress import stage
-from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
 from megafx.report.report import Fused, Line, Report
-from megafx.report.steps import Part, Segment, Step
 from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
 from megafx.runtime.cache_key import code_of_classes, loss_text, of_model, of_process
 from megafx.runtime.dependencies import code_files, file_digest, hidden, packages, stat_of
@@ -60,12 +60,12 @@ _PLAN = (
     Line,
     PricedTransition,
     Fused,
-    Drawn,
+    CostedOp,
     Region,
-    Picture,
+    CostedGraph,
     Segment,
     Part,
-    Step,
+    StepTimes,
 )
 
 

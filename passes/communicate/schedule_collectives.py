@@ -22,26 +22,21 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
-from megafx.analysis.communication import STARTS, is_product, is_region_gather, is_start, is_wait
+from megafx.analysis.communication import is_product, is_region_gather, is_start, is_wait
+from megafx.analysis.prices import seconds
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
-from megafx.ir.program import VAL, Phase, Program, ancestors
+from megafx.ir.program import Phase, Program, ancestors
 from megafx.placements.data_axis import DATA_AXES
-from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.context import Planner
-from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
-from megafx.planner.hardware import Hardware
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 # With sequence parallelism two collectives have only a norm between them, and the products of the block serve both.
 MOST_PASSED = 1
 # A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
 MOST_HOISTED = 4
-# An all-reduce does not name its ranks; 8 estimates its time within a factor of 2, and never too low.
-RANKS_ASSUMED = 8
 
 
 @dataclass
@@ -68,11 +63,11 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
         w for n, w in waits.items() if n.args[-1] in DATA_AXES and in_backward(n) and not _is_waited_for(w)
     }
     collectives = [
-        _Collective(n, wait, _due(n, position), _collective_seconds(program, n, hardware))
+        _Collective(n, wait, _due(n, position), seconds(program, n, hardware, planner.t))
         for n, wait in waits.items()
         if wait not in apart
     ]
-    _assign(program, collectives, position, hardware)
+    _assign(program, collectives, position, planner)
     order = _Order(nodes, collectives, apart).run()
     output = program.output_node()
     for node in order:
@@ -84,7 +79,7 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
 # -- which products run beside which collective
 
 
-def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], hardware: Hardware) -> None:
+def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], planner: Planner) -> None:
     backward = [c for c in collectives if in_backward(c.start)]
     depended_on = ancestors([c.start for c in collectives])
     free = [n for n in position if is_product(n) and in_backward(n) and n not in depended_on]
@@ -102,7 +97,7 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                         break
                     free.remove(product)
                     collective.fillers.append(product)
-                    collective.covered += _product_seconds(program, product, hardware)
+                    collective.covered += seconds(program, product, planner.hardware, planner.t)
 
 
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
@@ -119,24 +114,6 @@ def _is_waited_for(wait: fx.Node) -> bool:
             return True
         todo += node.users
     return False
-
-
-def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    kind, operands = STARTS[node.target], node.all_input_nodes
-    args: Any = node.args
-    of_kind = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
-    t: int = of_kind.get(kind, lambda: RANKS_ASSUMED)()
-    itemsize = operands[0].meta[VAL].element_size()
-    whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
-    return collective_seconds(kind, whole, itemsize, hardware, t)
-
-
-def _product_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    """2 m n k FLOPs: the elements of the result times twice the dim summed over."""
-    left = next(a for a in node.all_input_nodes if a is (node.args[1] if "add" in str(node.target) else node.args[0]))
-    summed = program.sizes.workload(program.sizes.of(left.meta[VAL].shape[-1]))
-    dtype = DTYPE_OF_ITEMSIZE.get(left.meta[VAL].element_size(), "float32")
-    return matmul_seconds(2.0 * program.sizes.numel(node.meta[VAL]) * summed, dtype, hardware)
 
 
 # -- the order

@@ -28,6 +28,7 @@ from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
 from megafx.planner.context import Planner
 from megafx.planner.cost import memory_seconds
+from megafx.planner.timeline import LEAST_GAIN
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "compile_chains"
@@ -39,8 +40,6 @@ OTHERS = COPIES | aten_ops(
     "full zeros ones full_like zeros_like ones_like scalar_tensor arange constant_pad_nd slice_backward select_backward "
     "slice_scatter select_scatter embedding gather tril triu where.self masked_fill.Scalar masked_fill.Tensor copy repeat flip "
 )
-# Fraction of the modelled step that chains have to save for compile='auto' to make them.
-LEAST_GAIN = 0.02
 _chains: dict[Any, Chain] = {}
 
 
@@ -54,8 +53,7 @@ def compile_chains(program: Program, planner: Planner) -> int:
     if wanted == "auto":
         once = [gm for gm in (parts.forward, parts.last_backward) if gm is not None]
         gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
-        report = planner.solved.report
-        step = 1e-6 * (planner.solved.cost_us if report is None else report.step.total_us)
+        step = 1e-6 * planner.solved.step_us
         saved = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
         if gain < LEAST_GAIN * step:
             program.note("compile", f"the graphs run without Inductor: {saved}")

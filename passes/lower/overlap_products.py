@@ -38,18 +38,15 @@ from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.moves import same_size, same_sizes
 from megafx.placements.types import ALL_REDUCE
 from megafx.planner.context import Planner
-from megafx.planner.cost import collective_seconds
+from megafx.planner.cost import collective_bytes
+from megafx.planner.timeline import LEAST_BYTES
+from megafx.planner.times import library_seconds
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "overlap_products"
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
-# Bytes of the whole tensor below which a collective of the library is as fast (a transfer has a latency of about 16 us).
-LEAST_BYTES = 2**20
-# Latency of a transfer, its barrier included, and bytes per second in one direction between two GPUs.
-# Measured: H200, NVLink, 2026-11-21, copies beside products.
-TRANSFER_SECONDS, TRANSFER_RATE = 25e-6, 372e9
 PAD = torch.ops.megafx.pad_rows.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 GATHERS = (exchange.gather_start, exchange.gather_matmul, exchange.regather_start)
@@ -104,11 +101,13 @@ class _Finder:
 
     def _pays(self, node: fx.Node, elements: int, itemsize: int) -> bool:
         """Whether a reduce-scatter (hidden, where a product makes the rows) and a gather take less than an all-reduce does."""
-        t = self.place.size
-        one = elements * itemsize * (t - 1) / t / TRANSFER_RATE
+        t, hardware = self.place.size, self.hardware
+        rate = hardware.transfer_bytes_per_second or hardware.link_bytes_per_second
+        one = elements * itemsize * (t - 1) / t / rate
         hidden = _product_behind(node.args[0]) is not None
-        pair = 2 * TRANSFER_SECONDS + one * (1 if hidden else 2)
-        return self.always or pair < collective_seconds(ALL_REDUCE, elements, itemsize, self.hardware, t)
+        pair = 2 * hardware.transfer_seconds + one * (1 if hidden else 2)
+        sent = collective_bytes(ALL_REDUCE, elements, itemsize, t)
+        return self.always or pair < library_seconds(ALL_REDUCE, sent, hardware, t)
 
 
 class _Overlap:

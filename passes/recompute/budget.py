@@ -24,8 +24,9 @@ from typing import Any, Protocol
 from torch import fx
 
 from megafx.analysis.communication import is_start
-from megafx.analysis.kept import Kept, bytes_of, is_free, is_given, is_replayable, is_value, seconds, total_bytes
+from megafx.analysis.kept import Kept, is_free, is_given, is_replayable, is_value, total_bytes
 from megafx.analysis.layers import Layers
+from megafx.analysis.prices import bytes_of, seconds
 from megafx.errors import PlanError
 from megafx.ir.nodes import in_backward
 from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit

@@ -26,7 +26,8 @@ import torch
 from torch import fx
 
 import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
-from megafx.analysis.kept import Kept, is_given, seconds, total_bytes
+from megafx.analysis.kept import Kept, is_given, total_bytes
+from megafx.analysis.prices import seconds
 from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit, tensors_of

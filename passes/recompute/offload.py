@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import fx
 
-from megafx.analysis.kept import Kept, bytes_of, is_given, is_value, seconds
+from megafx.analysis.kept import Kept, is_given, is_value
+from megafx.analysis.prices import bytes_of, seconds
 from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, inherit

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megafx
-from megafx.analysis.kept import seconds
 from megafx.analysis.memory import BLOCK, CUBLAS_WORKSPACE, walk
+from megafx.analysis.prices import seconds
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import local_inputs
 from megafx.compiler.pipeline import Compiled, compile_program

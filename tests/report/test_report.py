@@ -26,16 +26,16 @@ from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
 from megafx.planner.context import Planner
+from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
+from megafx.planner.timeline import SEND
 from megafx.report.curve import curve
-from megafx.report.drawn import Picture
+from megafx.report.model_explorer import graph_collection
 from megafx.report.page import data_of, page
-from megafx.report.picture import graph_collection
 from megafx.report.report import Measured, Report
-from megafx.report.steps import SEND
 from megafx.runtime.compile_call import Settled, settle
 from megafx.runtime.keys import Call
 from megafx.units import bytes_text
@@ -432,7 +432,7 @@ class Scaled(torch.nn.Module):
         return (self.down(self.up(2 * x).relu()) - self.down(self.up(y).relu())).square().sum()
 
 
-def _backward_all_reduces(picture: Picture) -> int:
+def _backward_all_reduces(picture: CostedGraph) -> int:
     return sum(n.move is not None and n.move.backward == "all_reduce" for n in picture.nodes)
 
 

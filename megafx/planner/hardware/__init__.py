@@ -34,7 +34,7 @@ class Hardware:
     gpus_per_host            ranks that the link connects; more are connected by the network
     network_bytes_per_second  bytes that one GPU sends to other hosts in a second; None: not known
 
-    The rest prices schedules (planner/times.py, report/steps.py); a profile may omit it.
+    The rest prices schedules (planner/times.py, planner/timeline.py); a profile may omit it.
 
     launch_seconds           time of the host to launch one op
     kernel_seconds           fixed time of a kernel

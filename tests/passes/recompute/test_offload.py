@@ -13,7 +13,7 @@ from harness import Case
 from torch import nn
 
 import megafx
-from megafx.analysis.kept import bytes_of, seconds
+from megafx.analysis.prices import bytes_of, seconds
 from megafx.checks.simulate import Logical
 from megafx.compiler.pipeline import Compiled
 from megafx.config import Config

@@ -1,4 +1,5 @@
-"""The picture of a plan as plain data: what the page draws, and part of `Report.to_json`. Layers that are alike are one region.
+"""A planned program with the time and bytes of each op: what the timeline runs and the report draws. Layers that are alike are
+one region.
 
 A region is a part of the model in its order: what comes before the layers, one kind of layer, or what comes after them. Its
 nodes are ops, and between them the transitions that communicate, as in the PLACED graph. Edges join nodes of all regions.
@@ -15,35 +16,37 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.facts import ATTENTION, MATMUL
+from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
-from megafx.ir.program import VAL, Program, fqn_of, source_of
-from megafx.placements.types import LOCAL, Placement
+from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
+from megafx.ops.owners import OWNER_PARAMETER
+from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
 from megafx.planner.cost import (
     TRAINING_PASSES,
+    collective_seconds,
     cost_kind,
+    in_pieces,
     memory_seconds,
     op_bytes,
     op_flops,
     optimizer_seconds,
     share,
+    transition_cost,
 )
+from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
 from megafx.planner.times import attention_seconds, product_seconds
-from megafx.report.describe import priced, statistics, style_of, text_of
-from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
 from megafx.rules.strategies import OpRule
-from megafx.units import bytes_text
 
 
-def draw(program: Program, planner: Planner) -> Picture:
-    """PLACED program -> its picture."""
-    return _Draw(program, planner).picture()
+def costed_graph(program: Program, planner: Planner) -> CostedGraph:
+    """PLACED program -> its ops and collectives with their prices."""
+    return _Builder(program, planner).graph()
 
 
-class _Draw:
+class _Builder:
     def __init__(self, program: Program, planner: Planner) -> None:
         self.program, self.planner, self.plan = program, planner, planner.solved
         self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
@@ -54,7 +57,7 @@ class _Draw:
             many = "strategies" if removal.count > 1 else "strategy"
             self.removed[removal.node].append(f"{removal.count} {many} taken away: {removal.reason}")
 
-    def picture(self) -> Picture:
+    def graph(self) -> CostedGraph:
         nodes = [n for n in self.program.graph.nodes if n in self.planner.rules or self._communicates(n)]
         names, where = self._regions(nodes)
         of_region: dict[str, list[fx.Node]] = defaultdict(list)
@@ -64,7 +67,7 @@ class _Draw:
         for name in names:
             alike[tuple(self._signature(n, name) for n in of_region[name])].append(name)
         regions: list[Region] = []
-        drawn: list[Drawn] = []
+        drawn: list[CostedOp] = []
         index: dict[fx.Node, int] = {}
         for number, same in enumerate(alike.values()):
             fqns = [name.removeprefix("after ") for name in same]
@@ -72,7 +75,7 @@ class _Draw:
             regions.append(Region(shown, len(same), same[0] in self.layers.paths))
             for node in of_region[same[0]]:
                 regions[-1].nodes.append(len(drawn))
-                drawn.append(self._drawn(node, number, same[0]))
+                drawn.append(self._costed(node, number, same[0]))
             for name in same:
                 index |= dict(zip(of_region[name], regions[-1].nodes, strict=True))
         edges: dict[tuple[int, int], None] = {}
@@ -88,7 +91,7 @@ class _Draw:
         hardware, wanted = self.planner.hardware, self.planner.config.tp_comm_overlap
         overlap = wanted is not False and hardware.transfer_bytes_per_second is not None
         whole = self._whole()
-        return Picture(
+        return CostedGraph(
             regions, drawn, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap
         )
 
@@ -128,13 +131,13 @@ class _Draw:
 
     # -- one node
 
-    def _drawn(self, node: fx.Node, region: int, name: str) -> Drawn:
+    def _costed(self, node: fx.Node, region: int, name: str) -> CostedOp:
         module, source = _inside(fqn_of(node), name), str(source_of(node) or "")
         if node in self.moves:
             move = self.moves[node]
             label = move.forward if move.forward != LOCAL else f"backward {move.backward}"
             value = self._value(node)
-            return Drawn(node.name, region, module, move.dst[0], label, f"{move.src} -> {move.dst}", value=value, move=move,
+            return CostedOp(node.name, region, module, move.dst[0], label, f"{move.src} -> {move.dst}", value=value, move=move,
                          source=source)  # fmt: skip
         rule, choice = self.planner.rules[node], self.plan.ops[node.name]
         pairs = list(zip(rule.operands, choice.ins, strict=True))
@@ -151,7 +154,7 @@ class _Draw:
         why = [choice.note] if choice.note else []
         if rule.kind == "none" and node not in self.planner.owners:
             why.append(f"computed whole: {rule.reason}")
-        return Drawn(
+        return CostedOp(
             node.name, region, module, choice.out.kind, op_name(node),
             f"{', '.join(map(say, choice.ins))} -> {say(choice.out)}",
             style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
@@ -206,7 +209,7 @@ class _Draw:
 
     # -- memory
 
-    def _keep(self, drawn: list[Drawn], index: dict[fx.Node, int]) -> None:
+    def _keep(self, drawn: list[CostedOp], index: dict[fx.Node, int]) -> None:
         """Values that backward reads: operands of ops that are not linear in all of them at once. Each counts where it is first
         read. At most: fused ops may compute theirs again."""
         if not self.planner.training:
@@ -257,46 +260,54 @@ def _inside(fqn: str, region: str) -> str:
     return fqn.removeprefix(region).removeprefix(".") if fqn == region or fqn.startswith(f"{region}.") else fqn
 
 
-# -- the JSON of Model Explorer (`GraphCollection`), for those who have that viewer; written without importing it
-
-COLOURS = {"S": "#a8dcc3", "R": "#f9c995", "I": "#cbd7e3", "P": "#d0b8f2"}  # as in page.css
-SENDS = "#f2c230"
+# -- transitions and texts
 
 
-def graph_collection(picture: Picture, label: str = "megafx plan") -> dict[str, Any]:
-    """One graph: a node for each op and collective; the module path is the namespace, so that modules fold."""
-    nodes = []
-    for number, drawn in enumerate(picture.nodes):
-        region = picture.regions[drawn.region]
-        layer = f"{region.name} x {region.times}" if region.times > 1 else region.name
-        namespace = "/".join([layer, *filter(None, drawn.module.split("."))])
-        attributes = {
-            "placements": drawn.placements,
-            "style": drawn.style,
-            "value": drawn.value,
-            "weight": drawn.weight,
-            "forward (us)": "" if drawn.move else f"{drawn.us:.1f}",
-            "kept for backward": bytes_text(drawn.kept) if drawn.kept else "",
-            "source": drawn.source,
-            "why": "\n".join(drawn.why),
-            "instead": "\n".join(drawn.alternatives),
-        }
-        move = drawn.move or drawn.inner
-        if move is not None:
-            for way, what in (("forward", move.forward), ("backward", move.backward)):
-                size = getattr(move, f"{way}_bytes")
-                attributes[f"{way} collective"] = f"{what} {bytes_text(size)}" if size else ""
-        nodes.append(
-            {
-                "id": str(number),
-                "label": drawn.label,
-                "namespace": namespace,
-                "attrs": [{"key": key, "value": value} for key, value in attributes.items() if value],
-                "incomingEdges": [
-                    {"sourceNodeId": str(a), "sourceNodeOutputId": "0", "targetNodeInputId": str(i)}
-                    for i, a in enumerate(a for a, b in picture.edges if b == number)
-                ],
-                "style": {"backgroundColor": SENDS if drawn.move else COLOURS[drawn.out]},
-            }
-        )
-    return {"label": label, "graphs": [{"id": "plan", "nodes": nodes}]}
+def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
+    src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
+    row, val, root = collectives(src, dst), value.meta[VAL], value
+    while root.target is torch.ops.megafx.transition.default:  # one of several in a row: what they move decides
+        root = root.all_input_nodes[0]
+    needs_grad = root in planner.differentiable
+    shape = program.sizes.shape(val)
+    sizes = (program.sizes.numel(val), val.dtype.itemsize, planner.hardware, planner.t)
+    pieces = in_pieces(src, shape) or in_pieces(dst, shape)
+    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
+    ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
+    sent = (cost.forward_bytes, cost.backward_bytes)
+    seconds = (cost.seconds, cost.forward_seconds)
+    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))
+
+
+def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
+    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
+    choice = planner.solved.ops.get(node.name)
+    localized = facts_of(node.target).localize
+    if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
+        return None
+    value, t = node.meta[VAL], planner.t
+    itemsize = max(value.dtype.itemsize, 4)
+    numel = 4 * t * program.sizes.numel(value)
+    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
+
+
+def text_of(placement: Placement, program: Program) -> str:
+    """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
+    if not placement.is_shard or placement.cut.simple() or isinstance(placement, Owned):
+        return str(placement)
+    text = program.sizes.text
+    blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
+    return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
+
+
+def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
+    lookup = "embedding" in str(node.target)
+    if not any(p.is_shard for p in weights):
+        return "on a shard of the sequence" if out.is_shard else "replicated"
+    of_experts = any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts
+    if of_experts or node.target is OWNER_PARAMETER:
+        return "expert-parallel"
+    if out.kind == "P":
+        return "vocab-parallel" if lookup else "row-parallel"
+    return "hidden-parallel" if lookup or cost_kind(op_name(node)) != MATMUL else "column-parallel"

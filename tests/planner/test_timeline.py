@@ -1,4 +1,4 @@
-"""Covers: report/steps.py, on pictures made by hand; what comes of it (compiler/pipeline.py `plan_only`)."""
+"""Covers: planner/timeline.py, on pictures made by hand; what comes of it (compiler/pipeline.py `plan_only`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import zoo
 import megafx
 from megafx.compiler import pipeline
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
+from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.hardware import Hardware
-from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
-from megafx.report.steps import Step, graphs_pay, schedule
+from megafx.planner.timeline import StepTimes, graphs_pay, timeline
 
 MiB = 2**20
 # A second for a byte of a collective, in units in which a mebibyte takes 1000 us; a copy is twice as fast.
@@ -23,21 +23,23 @@ HW = Hardware("test", {"bfloat16": 1.0}, 1e18, 1e3 * MiB, 0.0, "made up", hidden
 PEERS = replace(HW, transfer_bytes_per_second=2e3 * MiB)
 
 
-def product(us: float, **more: Any) -> Drawn:
-    return Drawn("product", 0, "", "S", "linear", us=us, flops=1.0, has_weight=True, **more)
+def product(us: float, **more: Any) -> CostedOp:
+    return CostedOp("product", 0, "", "S", "linear", us=us, flops=1.0, has_weight=True, **more)
 
 
-def move(forward: str, backward: str, mebibytes: int = 1) -> Drawn:
+def move(forward: str, backward: str, mebibytes: int = 1) -> CostedOp:
     sent = lambda kind: 0 if kind == LOCAL else mebibytes * MiB  # noqa: E731
     made = PricedTransition("S0", "R", forward, backward, sent(forward), sent(backward), 0.0, 0.0)
-    return Drawn("move", 0, "", "R", forward, move=made)
+    return CostedOp("move", 0, "", "R", forward, move=made)
 
 
-def step(nodes: list[Drawn], hardware: Hardware = HW, training: bool = False, t: int = 2, times: int = 1) -> Step:
+def step(
+    nodes: list[CostedOp], hardware: Hardware = HW, training: bool = False, t: int = 2, times: int = 1
+) -> StepTimes:
     edges = [(i, i + 1) for i in range(len(nodes) - 1)]
     region = Region("all", times, False, list(range(len(nodes))))
     overlap = hardware.transfer_bytes_per_second is not None
-    return schedule(Picture([region], nodes, edges, {}, None, 0.0, training, [], hardware, t, overlap))
+    return timeline(CostedGraph([region], nodes, edges, {}, None, 0.0, training, [], hardware, t, overlap))
 
 
 def test_a_collective_of_the_library_is_waited_for() -> None:
@@ -101,8 +103,8 @@ def test_cuda_graphs_pay_where_the_device_waits_for_the_host() -> None:
 def test_copies_of_gradients_count_against_cuda_graphs() -> None:
     slow = replace(HW, launch_seconds=1e-5, memory_bytes_per_second=1e6 * MiB)
     region, memory = Region("all", 1, False, [0]), {"gradients": 10 * MiB}
-    picture = Picture([region], [product(1.0)], [], memory, None, 0.0, False, [], slow, 1, False)
-    found = schedule(picture)
+    picture = CostedGraph([region], [product(1.0)], [], memory, None, 0.0, False, [], slow, 1, False)
+    found = timeline(picture)
     assert (found.total_us, found.graphs_us) == (11.0, 1.0 + 20.0) and not graphs_pay(found, slow)[0]
 
 

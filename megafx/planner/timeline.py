@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.cost import memory_seconds
+from megafx.planner.costed import CostedGraph, CostedOp
 from megafx.planner.hardware import Hardware
 from megafx.planner.times import library_seconds, sum_seconds
-from megafx.report.drawn import Drawn, Picture
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
-LEAST_BYTES = 2**20  # of the whole tensor, as in passes/lower/overlap_products.py
+# Bytes of the whole tensor below which a collective of the library is as fast (a transfer has a latency of about 16 us).
+LEAST_BYTES = 2**20
 # Of a step: what another choice than the usual one (the solver's layout, kernels launched one by one) has to save.
 LEAST_GAIN = 0.02
 
@@ -55,7 +56,7 @@ class Part:
 
 
 @dataclass
-class Step:
+class StepTimes:
     """Times of the whole step, all layers: computing, collectives, waiting for them (`exposed_us`), and for the host.
 
     graphs_us: the whole step with CUDA graphs.
@@ -80,7 +81,7 @@ class Run:
     start: float
 
 
-def runs(picture: Picture, step: Step) -> list[Run]:
+def runs(picture: CostedGraph, step: StepTimes) -> list[Run]:
     """The whole step in its order: what `Part.times` folds, and where kinds of layers alternate, one by one."""
     parts = {(part.region, part.direction): part for part in step.parts}
     forward = [
@@ -109,7 +110,7 @@ class _Sent:
     sent: int = 0
 
 
-def schedule(picture: Picture) -> Step:
+def timeline(picture: CostedGraph) -> StepTimes:
     """The step of a picture. A replayed CUDA graph waits for no launch; its gradients are copied out of its memory."""
     step, hardware = _step(picture), replace(picture.hardware, launch_seconds=0.0)
     replayed = _step(replace(picture, hardware=hardware)) if picture.hardware.launch_seconds else step
@@ -117,7 +118,7 @@ def schedule(picture: Picture) -> Step:
     return step
 
 
-def graphs_pay(step: Step, hardware: Hardware) -> tuple[bool, str]:
+def graphs_pay(step: StepTimes, hardware: Hardware) -> tuple[bool, str]:
     """(whether CUDA graphs are modelled to save enough of a step, the reason)."""
     if not hardware.launch_seconds:
         return False, f"the hardware profile '{hardware.name}' does not say how long a launch takes"
@@ -125,9 +126,9 @@ def graphs_pay(step: Step, hardware: Hardware) -> tuple[bool, str]:
     return step.graphs_us < (1 - LEAST_GAIN) * step.total_us, f"{waits}; replayed it takes {step.graphs_us:.0f} us"
 
 
-def _step(picture: Picture) -> Step:
+def _step(picture: CostedGraph) -> StepTimes:
     made = _Schedule(picture)
-    step = Step([*made.forward(), *(made.backward() if picture.training else ())])
+    step = StepTimes([*made.forward(), *(made.backward() if picture.training else ())])
     for part in step.parts:
         step.total_us += part.times * part.us
         for segment in part.segments:
@@ -142,7 +143,7 @@ def _step(picture: Picture) -> Step:
 
 
 class _Schedule:
-    def __init__(self, picture: Picture) -> None:
+    def __init__(self, picture: CostedGraph) -> None:
         self.picture, self.hardware, self.t = picture, picture.hardware, picture.ranks
         self.device = self.link = self.host = 0.0  # when each is free
         self.ready: dict[int, float | _Sent] = {}
@@ -287,7 +288,7 @@ class _Schedule:
         summed = max(begun + fixed + copies, at) + sums  # then the sums are gathered
         return _Sent(i, begun, summed + fixed + 1e6 * once / rate - begun, copies=True)
 
-    def _copied(self, node: Drawn) -> float:
+    def _copied(self, node: CostedOp) -> float:
         """Microseconds of copies of a transition whose shards are several ranges of memory."""
         move = node.move
         assert move is not None

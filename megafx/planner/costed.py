@@ -1,4 +1,4 @@
-"""The picture of a plan as plain data: ops, collectives and layers with their times and bytes; `picture.py` makes it."""
+"""A planned program as plain data: its ops, collectives and layers with their times and bytes (analysis/costed_graph.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PricedTransition:
 
 
 @dataclass
-class Drawn:
+class CostedOp:
     """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
 
     out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
@@ -72,12 +72,12 @@ class Region:
 
 
 @dataclass
-class Picture:
+class CostedGraph:
     """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
     that it is drawn as) of every layer, and of every part before, between and after them."""
 
     regions: list[Region]
-    nodes: list[Drawn]
+    nodes: list[CostedOp]
     edges: list[tuple[int, int]]
     memory: dict[str, int]
     gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together

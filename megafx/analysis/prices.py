@@ -1,0 +1,103 @@
+"""What one node of a rank's graph holds and takes, at the workload: elements, bytes, and seconds of one run.
+
+Shapes are local. Seconds are those of `planner/times.py`: products by their shape, attention, collectives by their ranks, and
+for other ops the bytes that they read and write. Recompute, offload, the order of collectives and Inductor's chains ask here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.analysis.communication import STARTS, is_start, is_wait
+from megafx.ir.facts import ATTENTION, MATMUL, facts_of
+from megafx.ir.nodes import argument, op_name, shows_operand
+from megafx.ir.program import VAL, Program, tensors_of
+from megafx.ops.offload import is_on_host
+from megafx.placements.data_axis import DATA_AXES
+from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from megafx.planner.cost import (
+    DTYPE_OF_ITEMSIZE,
+    collective_bytes,
+    cost_kind,
+    matmul_seconds,
+    memory_seconds,
+    op_bytes,
+    op_flops,
+)
+from megafx.planner.hardware import Hardware
+from megafx.planner.times import attention_seconds, library_seconds, product_seconds
+
+aten = torch.ops.aten
+_LEFT = {"addmm": 1, "baddbmm": 1}  # position of the product's left operand, where it is not the first
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")  # what torch's attention becomes
+
+
+def bytes_of(program: Program, node: fx.Node) -> int:
+    """Bytes of a node's tensors on the device, at the workload."""
+    return 0 if is_on_host(node) else sum(map(program.sizes.bytes, tensors_of(node)))
+
+
+def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
+    """Modelled time of one run of a node on one rank, at the workload. t: ranks of the tensor-parallel axis."""
+    if node.op != "call_function" or is_wait(node):
+        return 0.0
+    results = tensors_of(node)
+    if not results:
+        return 0.0
+    if is_start(node):
+        return _collective_seconds(program, node, hardware, t)
+    name = op_name(node)
+    operands = [v for n in node.all_input_nodes for v in tensors_of(n)]
+    if name == "getitem" or (shows_operand(node) and not copies(node)):
+        return 0.0
+    name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
+    # by an operand: a fused loss in fp32 has products of bf16 inside
+    factor = next((v for v in operands if v.is_floating_point()), results[0])
+    dtype, kind, made = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32"), cost_kind(name), results[0]
+    terms = _terms(program, node, name, operands) if kind in (MATMUL, ATTENTION) else 0
+    if kind == MATMUL and made.ndim and facts_of(node.target).terms is None:
+        n = max(_workload(program, made.shape[-1]), 1)
+        return product_seconds(program.sizes.numel(made) / n, n, terms, dtype, factor.element_size(), hardware)
+    flops = op_flops(name, program.sizes.numel(made), terms)
+    if kind == ATTENTION:
+        return attention_seconds(flops, dtype, hardware, dropout=float(argument(node, "dropout_p", 0.0) or 0.0) > 0)[0]
+    moved = op_bytes(name, bytes_of(program, node), [*map(program.sizes.bytes, operands)])
+    once = max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
+    return once + (hardware.kernel_seconds if moved else 0.0)
+
+
+def copies(node: fx.Node) -> bool:
+    """True if what its schema calls a view is a copy: of an operand that lies otherwise in memory."""
+    if node.target is not aten.contiguous.default:
+        return False
+    operand: Any = node.args[0]
+    return not operand.meta[VAL].is_contiguous()
+
+
+def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
+    kind, operands, args = STARTS[node.target], node.all_input_nodes, node.args
+    t = program.batch.ranks if args[-1] in DATA_AXES and program.batch is not None else t
+    given: Any = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}  # type: ignore[arg-type]
+    ranks = given[kind]() if kind in given else t
+    whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
+    sent = collective_bytes(kind, whole, operands[0].meta[VAL].element_size(), ranks)
+    return library_seconds(kind, sent, hardware, ranks)
+
+
+def _workload(program: Program, size: int | torch.SymInt) -> int:
+    return program.sizes.workload(program.sizes.of(size))
+
+
+def _terms(program: Program, node: fx.Node, name: str, operands: list[torch.Tensor]) -> int:
+    """Terms summed for an element of a product; keys of attention."""
+    terms = facts_of(node.target).terms
+    if terms is not None:
+        shapes = fx.map_arg(node.args, lambda n: tuple(_workload(program, k) for k in n.meta[VAL].shape))
+        return int(terms(*shapes))
+    if cost_kind(name) == ATTENTION:
+        return _workload(program, operands[1].shape[-2])
+    left: Any = node.args[_LEFT.get(name, 0)]
+    return _workload(program, left.meta[VAL].shape[-1]) if isinstance(left, fx.Node) else 1
