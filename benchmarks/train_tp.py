@@ -4,13 +4,15 @@
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --model gpt --batch 8 --modes ideal,sp,sp-plain,megatron-sp
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes sp,tp --profile          # where the time goes
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes ideal,tp,sp,async-tp --losses 50 --plot step.png
+    torchrun --nproc-per-node 1 benchmarks/train_tp.py --batch 2 --modes ideal,ideal-fp8,ideal-fp8-rowwise   # FP8 on one GPU
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --tiny --modes sp,tp,dtensor     # two small layers on CPUs: does it run
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
-activation_memory_budget of 0.5; several, as in `sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's
-parallelize_module with sequence parallelism and loss_parallel, eager, with layers compiled, and with its async TP.
-`megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`: transformers' own plan (llama).
+activation_memory_budget of 0.5; `-fp8`, `-fp8-rowwise`: products of all layers in FP8, the head's not; several, as in
+`sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and
+loss_parallel, eager, with layers compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where
+that is installed. `hf-tp`: transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
@@ -185,6 +187,9 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         tp_comm_overlap=False if "plain" in flags else "auto" if device.type == "cuda" else True,
         compile="compile" in flags,
         cuda_graphs="graphs" in flags,
+        fp8="hybrid" if "fp8" in flags else None,
+        fp8_recipe="rowwise" if "rowwise" in flags else "tensorwise",
+        first_last_layers_bf16=False,
         activation_memory_budget=next((int(f[1:]) / 100 for f in flags if re.fullmatch(r"b\d+", f)), None),
         micro_batch_size=batch,
         seq_length=s.seq,
@@ -511,6 +516,11 @@ def row(run: Run, ranks: int) -> dict[str, Any]:
     }
 
 
+def noise_of(mode: str) -> float:
+    """The relative difference of a loss from bf16's that rounding explains. FP8: torchao's first 14 steps are 2.4% off."""
+    return 5e-2 if "fp8" in mode else NOISE
+
+
 def comparable(mode: str, s: Shape) -> bool:
     """Whether it starts from the weights that megafx starts from, and draws the same dropout."""
     return maker(mode) is with_megafx or (maker(mode) is with_dtensor and not s.dropout)
@@ -613,7 +623,9 @@ def main() -> None:
             line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.2f} | {predicted:.2f} | {first:.0f} | "
             line += "{last:.4f} | {off} |"
             say(line.format(part=part, off=off, last=r["losses"][-1], **r))
-        wrong += [r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > NOISE]
+        wrong += [
+            r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > noise_of(r["mode"])
+        ]
         for run, r in zip(runs, rows, strict=True):
             if args.profile and device.type == "cuda" and not run.error:
                 r["profile"] = exposed(run.step, ids)

@@ -196,10 +196,10 @@ def verify(
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
     The model keeps its weights and mode; it must not be parallelized yet. Inputs are drawn for Hugging Face models that are
-    given none. With dropout on the reference is megafx on one rank, since eager draws other masks. A copy on one rank is then
-    called several times, each time against eager: with other parameters, one row more, other numbers and tensors that forward
-    reads from attributes and globals, and in the other mode; outputs beside a loss, and what forward leaves behind, are
-    compared too. The verdict is true where
+    given none. With dropout on, or with fp8, the reference is megafx on one rank: eager draws other masks, and rounds nothing
+    to FP8. A copy on one rank is then called several times (not with fp8), each time against eager: with other parameters,
+    one row more, other numbers and tensors that forward reads from attributes and globals, and in the other mode; outputs
+    beside a loss, and what forward leaves behind, are compared too. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and otherwise names the node at which the runs first differ.
     types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose

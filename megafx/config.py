@@ -183,6 +183,22 @@ class Config:
         "gradients of bf16 and fp16 parameters are cast to fp32 where they are made: they are reduced over ranks, accumulated, "
         "and given to `.grad` and `main_grad` as such",
     )
+    fp8: Literal["e4m3", "hybrid"] | None = _option(
+        None,
+        "products of layers with their weights, and the gradients of these, read FP8: 'e4m3' throughout; 'hybrid': "
+        "gradients as e5m2 (docs/fp8.md)",
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise"] = _option(
+        "tensorwise",
+        "scales of FP8, from the values themselves: one for a matrix, or one for each of its rows along the summed dim",
+    )
+    fp8_wgrad: bool = _option(True, "gradients of weights are products of FP8 too; False: they are not")
+    first_last_layers_bf16: bool = _option(
+        True,
+        "fp8 leaves the first num_layers_at_start_in_bf16 and the last num_layers_at_end_in_bf16 layers as they are",
+    )
+    num_layers_at_start_in_bf16: int = _option(1, "number of layers for first_last_layers_bf16")
+    num_layers_at_end_in_bf16: int = _option(1, "number of layers for first_last_layers_bf16")
     fusion_profile: str | None = _option(
         None,
         "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
@@ -218,6 +234,9 @@ class Config:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalised once, here
+        if self.fp8_recipe == "delayed":
+            found = "fp8_recipe='delayed' takes scales from earlier steps, and saturates where values grow"
+            raise ConfigError(found, fix="use 'tensorwise': its scales are those of the values themselves, as fast")
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), choices_of(f.name)
             if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
@@ -227,6 +246,8 @@ class Config:
             if is_whole(f.name) and not fits and not (value is None and optional):
                 allowed = f"a whole number of at least {least}" + (", or None" if optional else "")
                 raise _error(f.name, value, allowed)
+        if self.fp8 not in (None, "e4m3", "hybrid"):
+            raise _error("fp8", self.fp8, "'e4m3' or 'hybrid', or None")
         size, shard = self.data_parallel_size, self.data_parallel_shard_size
         if shard is not None and self.data_parallel == "ddp":
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
@@ -350,6 +371,7 @@ GROUPS = {  # title -> the first of its fields
     "fusions": "bias_dropout_fusion",
     "memory": "recompute_activation_func",
     "gradients in fp32": "gradient_accumulation_fusion",
+    "fp8": "fp8",
     "checks, tools, and what is left out": "fusion_profile",
 }
 

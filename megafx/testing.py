@@ -15,7 +15,7 @@
         assert_same(before, after, t=2)
 
 A value is written `dtype[dim=size ...] placement@axis`; a dim without a size is dynamic (`bf16[b s k=8]`). Shapes are global;
-`local=True` makes the graph one rank's (a result that is padded then needs its layout). Placements are I, R, P, S<dim> and
+`local=True` makes the graph one rank's (a result that is padded then needs its layout). Placements are I, R, P, M, S<dim> and
 S<dim>/<layout>, such as `S0/2*(4x16+2x16)`.
 """
 
@@ -45,7 +45,7 @@ from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Input, Output, Phase, Pro
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.placements.types import I, Layout, Placement, S
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.rewrite.driver import rewrite
@@ -148,11 +148,11 @@ class _Maker:
 
     def placement(self, text: str, node: fx.Node, *, whole: bool = False) -> Placement:
         """'S1', 'S1/2*(4x16)', 'I', ... of a node's value. whole: its shape is global; else that of the program."""
-        if text in ("I", "R", "P"):
-            return {"I": I, "R": R, "P": P}[text]
+        if text in ("I", "R", "P", "M"):
+            return Placement(text)
         match = re.fullmatch(r"S(\d+)(?:/(.+))?", text)
         if match is None:
-            raise UsageError(f"'{text}' is no placement", fix="write I, R, P, S<dim> or S<dim>/<layout>")
+            raise UsageError(f"'{text}' is no placement", fix="write I, R, P, M, S<dim> or S<dim>/<layout>")
         dim = int(match[1])
         if match[2]:
             rep, blocks = re.fullmatch(r"(?:(\d+)\*)?\(?([^()]+)\)?", match[2]).groups()  # type: ignore[union-attr]

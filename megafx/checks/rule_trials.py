@@ -27,7 +27,7 @@ from megafx.ir.sizes import Sizes
 from megafx.ops import axes
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.localize.rewrites import REWRITES
-from megafx.placements.types import I, Layout, P, Placement, R, S, dual
+from megafx.placements.types import I, Layout, M, P, Placement, R, S, dual
 from megafx.planner.plan import OpChoice
 from megafx.rules.candidates import find_candidates
 from megafx.rules.families import VIEWS
@@ -151,7 +151,7 @@ class Trial:
         for ins in itertools.product(*options):
             if all(p in (R, I) for p in ins) or not any(self.specs[i].kind == "x" for i in self.operands):
                 continue
-            for out in (R, P, *results):
+            for out in (R, P, *results, *((M,) if self.rule.template.maximum else ())):
                 yield ins, (out,)
 
     # -- truth
@@ -234,6 +234,8 @@ class Trial:
         """Whether the ranks' parts are the value at this placement (pads aside)."""
         if placement == P:
             return value.is_floating_point() and _close(sum(parts[1:], parts[0]), value)
+        if placement == M:
+            return _close(torch.stack(parts).amax(0), value)
         if not placement.is_shard:
             return all(_close(part, value) for part in parts)
         dim = placement.dim

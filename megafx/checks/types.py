@@ -202,7 +202,7 @@ def _value(p: Placement) -> Placement:
 
 
 def _say(p: Placement) -> str:
-    return {"R": "whole", "P": "partial"}.get(p.kind, f"shard {p}")
+    return {"R": "whole", "P": "partial", "M": "the largest of a part"}.get(p.kind, f"shard {p}")
 
 
 # -- checks before an op's rule is applied: rules speak of whole values, and a row of one may be wrong on shards

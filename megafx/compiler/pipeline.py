@@ -36,6 +36,7 @@ from megafx.passes.backward.join_slice_gradients import join_slice_gradients
 from megafx.passes.backward.pack_attention_gradients import pack_attention_gradients
 from megafx.passes.backward.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.backward.recompute_activations import recompute_activations
+from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.communicate.add_pending import add_pending
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
@@ -138,6 +139,7 @@ BACKWARD: tuple[PassFunction, ...] = (
     postpone_lazy_outputs,
     gradients_in_fp32,
     coalesce_gradients,
+    scaled_products,
     check_types,
     join_slice_gradients,
     pack_attention_gradients,

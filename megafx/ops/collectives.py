@@ -47,8 +47,8 @@ class _RankOps(Ops):
     def rank0_only(self, x: Any) -> Any:
         return x.clone() if self.rank == 0 else torch.zeros_like(x)
 
-    def all_reduce(self, x: Any) -> Any:
-        return c10d.wait_tensor(c10d.all_reduce(x, "sum", self.group))
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
+        return c10d.wait_tensor(c10d.all_reduce(x, op, self.group))
 
     def all_gather(self, x: Any, t: int) -> Any:
         return c10d.wait_tensor(c10d.all_gather_into_tensor(x, t, self.group))

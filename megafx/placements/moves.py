@@ -68,7 +68,8 @@ class Ops:
     def rank0_only(self, x: Any) -> Any:
         raise NotImplementedError
 
-    def all_reduce(self, x: Any) -> Any:
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
+        """op: 'sum' or 'max'."""
         raise NotImplementedError
 
     def all_gather(self, x: Any, t: int) -> Any:
@@ -215,6 +216,8 @@ def apply_transition(
     match src[0] + dst[0]:
         case "PI" | "PR":
             return ops.all_reduce(ops.contiguous(x))
+        case "MR":
+            return ops.all_reduce(ops.contiguous(x), "max")
         case "SI" | "SR":
             return _gather(x, int(src[1:]), src_layout, t, ops)
         case "PS":

@@ -18,11 +18,11 @@ from megafx.placements.types import Nested, Owned, Placement
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
-    """The local tensor of `rank`: a slice for S, the value itself for I, R and its owner, the value on rank 0 for P."""
+    """The local tensor of `rank`: a slice for S, the value itself for I, R, M and its owner, the value on rank 0 for P."""
     if isinstance(placement, Nested):
         shard = shard_tensor(full, placement.tensor, rank % placement.t, placement.t)
         return shard_tensor(shard, placement.inner, rank // placement.t, placement.ranks)
-    if placement.kind in ("I", "R") or t == 1:
+    if placement.kind in ("I", "R", "M") or t == 1:
         return full
     if placement.kind == "P":
         return full if rank == 0 else torch.zeros_like(full)
@@ -40,7 +40,8 @@ def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tenso
 
 
 def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> Tensor:
-    """The logical tensor that `t` ranks hold together: padding dropped, partials summed, rank 0's where all hold it."""
+    """The logical tensor that `t` ranks hold together: padding dropped, partials summed, the largest of maxima taken; rank 0's
+    where all hold it."""
     if len(locals_) != t:
         raise PlacementError(f"{len(locals_)} local tensors for {t} ranks")
     if isinstance(placement, Nested):
@@ -51,6 +52,8 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
         return locals_[0]
     if placement.kind == "P":
         return torch.stack([*locals_]).sum(0)
+    if placement.kind == "M":
+        return torch.stack([*locals_]).amax(0)
     if isinstance(placement, Owned):
         return locals_[placement.owner]
     dim, layout = placement.dim, placement.cut

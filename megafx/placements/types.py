@@ -4,6 +4,7 @@
     R          replicate: every rank holds the same value; its gradient is a partial sum on every rank
     S(d, L)    shard: every rank holds a slice of dim d, cut as layout L says; its gradient likewise
     P          partial: ranks hold summands; its gradient is the same and complete on every rank
+    M          maxima: ranks hold candidates, the value is the largest of each element; values only, there is no gradient
 
 Two kinds of shards are for parameters only:
 
@@ -146,7 +147,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Placement:
-    """I, R, P or S(dim, layout) on one mesh axis."""
+    """I, R, P, M or S(dim, layout) on one mesh axis."""
 
     kind: str
     dim: int = -1
@@ -164,7 +165,7 @@ class Placement:
 
     @property
     def tag(self) -> str:
-        """'I', 'R', 'P', or 'S<dim>': the form in which graphs carry a placement (the layout goes beside it)."""
+        """'I', 'R', 'P', 'M', or 'S<dim>': the form in which graphs carry a placement (the layout goes beside it)."""
         return f"S{self.dim}" if self.is_shard else self.kind
 
     @property
@@ -174,10 +175,10 @@ class Placement:
     @staticmethod
     def parse(tag: str, flat: Iterable[int] = ()) -> Placement:
         """Inverse of (`tag`, `flat_layout`)."""
-        if tag in ("I", "R", "P"):
+        if tag in ("I", "R", "P", "M"):
             return Placement(tag)
         if not re.fullmatch(r"S\d+", tag):
-            raise ValueError(f"'{tag}' is no placement: expected I, R, P or S<dim>")
+            raise ValueError(f"'{tag}' is no placement: expected I, R, P, M or S<dim>")
         return S(int(tag[1:]), Layout.from_flat(flat))
 
     def __str__(self) -> str:
@@ -188,7 +189,7 @@ class Placement:
     __repr__ = __str__
 
 
-I, R, P = Placement("I"), Placement("R"), Placement("P")  # noqa: E741  (the invariant placement is named I everywhere)
+I, R, P, M = (Placement(kind) for kind in "IRPM")  # noqa: E741  (the invariant placement is named I everywhere)
 
 
 def S(dim: int, layout: Layout) -> Placement:
@@ -197,7 +198,8 @@ def S(dim: int, layout: Layout) -> Placement:
 
 
 def dual(p: Placement) -> Placement:
-    """The placement of the gradient of a value placed at p."""
+    """The placement of the gradient of a value placed at p, which is not M."""
+    assert p != M, "maxima have no gradient"
     return {"I": I, "R": P, "P": R}.get(p.kind, p)
 
 
@@ -212,7 +214,9 @@ class Collectives(NamedTuple):
 LOCAL = "local"  # no communication: identity, slice, pad or mask
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
-# The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
+NO_GRADIENT = ""  # of a value that has none
+
+# The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)). M -> R reduces by max, all else by sum.
 TRANSITIONS: dict[tuple[str, str], Collectives] = {
     ("I", "R"): Collectives(LOCAL, ALL_REDUCE, "copy_to_region"),
     ("P", "I"): Collectives(ALL_REDUCE, LOCAL, "reduce_from_region"),
@@ -222,6 +226,7 @@ TRANSITIONS: dict[tuple[str, str], Collectives] = {
     ("I", "S"): Collectives(LOCAL, ALL_GATHER, "scatter_to_region"),
     ("S", "S"): Collectives(ALL_TO_ALL, ALL_TO_ALL),
     ("P", "R"): Collectives(ALL_REDUCE, ALL_REDUCE),
+    ("M", "R"): Collectives(ALL_REDUCE, NO_GRADIENT),
     ("R", "S"): Collectives(LOCAL, LOCAL),
     ("S", "P"): Collectives(LOCAL, LOCAL),
     ("R", "P"): Collectives(LOCAL, LOCAL),

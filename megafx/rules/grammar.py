@@ -3,7 +3,7 @@
     aten.linear:   "lin: ... k, n k, +n -> ... n"
     kv attention:  "nl[2]: b (n g) t e!, b n s! e!, b n s! f -> b (n g) t f"
 
-    rule     = ("lin" | "nl") ["[" i {"," i} "]"] ":" operand {"," operand} "->" result {";" result}
+    rule     = (("lin" | "nl") ["[" i {"," i} "]"] | "max") ":" operand {"," operand} "->" result {";" result}
     operand  = ["+" | "~"] dims | "*"
     result   = ["~"] dims | "*"
     dims     = {name | "..." | "1" | "(" name name {name} ")"} , each optionally followed by "!"
@@ -22,6 +22,7 @@ One operand a tensor argument of the op, in schema order; those that a call leav
 
 lin: the op is linear in each unmarked operand (together with all '+'); nl: in none; lin[i], nl[i]: in operand i alone.
 A factor that is missing from a result is summed over: sharding it gives P, where the op is linear in an operand that has it.
+max: linear in none, and the largest over each factor that is missing from a result: sharding it gives M.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megafx.errors import MegafxError
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\([^()]*\)|[A-Za-z]\w*|1)(!?)")
 _NAME = re.compile(r"[A-Za-z]\w*")
-_KIND = re.compile(r"(lin|nl)(?:\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])?$")
+_KIND = re.compile(r"(max|(lin|nl)(?:\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])?)$")
 
 
 class RuleError(MegafxError, ValueError):
@@ -73,12 +74,13 @@ class Factors:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. groups: operands that may be partial together while all others are replicated."""
+    """A parsed rule. groups: operands that may be partial together while all others are replicated. maximum: it is a 'max:'."""
 
     text: str
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
     groups: tuple[tuple[int, ...], ...]
+    maximum: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ def parse(text: str) -> Rule:
     head, colon, body = text.partition(":")
     kind = _KIND.match(head.strip())
     if not colon or kind is None:
-        raise RuleError(f"rule '{text}' starts with '{head.strip()}'", fix="start with 'lin:', 'nl:', or 'nl[i]:'")
+        raise RuleError(
+            f"rule '{text}' starts with '{head.strip()}'", fix="start with 'lin:', 'nl:', 'nl[i]:', or 'max:'"
+        )
     left, arrow, right = body.partition("->")
     if not arrow:
         raise RuleError(f"rule '{text}' has no '->'", fix="write 'operands -> result'")
@@ -118,17 +122,17 @@ def parse(text: str) -> Rule:
         raise RuleError(f"rule '{text}' marks a result with '+'", fix="'+' is for operands")
     adds = tuple(i for i, p in enumerate(operands) if p.role == "+")
     plain = tuple(i for i, p in enumerate(operands) if p.role == "x")
-    if kind[2]:
-        plain = tuple(int(i) for i in kind[2].split(","))
+    if kind[3]:
+        plain = tuple(int(i) for i in kind[3].split(","))
         for i in plain:
             if i >= len(operands) or operands[i].role != "x":
                 found = "not there" if i >= len(operands) else f"marked '{operands[i].role}'"
                 fix = "number the operands from 0, and name an unmarked one"
                 raise RuleError(f"rule '{text}' is linear in operand {i}, which is {found}", fix=fix)
     groups: tuple[tuple[int, ...], ...] = tuple((i, *adds) for i in plain) or ((adds,) if adds else ())
-    if kind[1] == "nl" and not kind[2]:
+    if kind[1] in ("nl", "max"):
         groups = ()
-    return Rule(text, operands, results, groups)
+    return Rule(text, operands, results, groups, kind[1] == "max")
 
 
 def _factors(text: str, rule: str) -> Factors:

@@ -6,6 +6,7 @@ ops alike. I and R hold the same values, so the facts are
     R         the same value on every rank (I is read as R)
     S(d, L)   a shard
     P         summands
+    M         candidates of which the largest is the value: nothing but their reduction may read them
 
 Nothing here trusts the planner: a placement on a node's meta only decides between valid readings of a local view
 ([1, 64] of a rank: one head of two, or half a head). checks/types.py follows all readings.
@@ -26,7 +27,7 @@ from megafx.ir.facts import facts_of
 from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, is_draw, is_zero, op_name
 from megafx.ir.program import PLACEMENT, VAL, fqn_of, source_of
 from megafx.ir.sizes import Sizes
-from megafx.placements.types import TRANSITIONS, Layout, P, Placement, R, S, owned
+from megafx.placements.types import TRANSITIONS, Layout, M, P, Placement, R, S, owned
 from megafx.placements.views import concat_layouts, dim_groups, refit, slice_layout, view_options
 from megafx.rules.families import Shape
 from megafx.rules.grammar import names
@@ -82,6 +83,10 @@ class _Inference:
     def generic(self) -> Result:
         if all(p == R for p in self.given):
             return self.results(R)
+        if M in self.given:
+            raise self.error(
+                "each rank has the largest of its part alone", "a reduction M -> R is missing before this op"
+            )
         cuts = {n: self.fact(n).dim for n in self.node.all_input_nodes if _is_tensor(n) and self.fact(n).is_shard}
         template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts)
         if template.kind == "none":
@@ -246,7 +251,7 @@ def _transition(at: _Inference) -> Placement:
     have, want = at.fact(source), R if src.kind == "I" else src
     assert isinstance(source, fx.Node)
     uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes, src.cut)
-    held = same_value(have, want, at.t, at.sizes)
+    held = same_value(have, want, at.t, at.sizes) or (want == M and have == R)  # the largest of equal values
     if not held and not uniform and not (want == P and is_zero(source)):
         raise at.error(f"the transition starts from {src}")
     if src != dst and (src.kind, dst.kind) not in TRANSITIONS:

@@ -75,8 +75,8 @@ class NodeOps(Ops):
     def _wait(self, started: fx.Node) -> fx.Node:
         return self.call(c10d.wait_tensor.default, started)
 
-    def all_reduce(self, x: fx.Node) -> fx.Node:
-        return self._wait(self.call(c10d.all_reduce.default, x, "sum", self.axis))
+    def all_reduce(self, x: fx.Node, op: str = "sum") -> fx.Node:
+        return self._wait(self.call(c10d.all_reduce.default, x, op, self.axis))
 
     def all_gather(self, x: fx.Node, t: int) -> fx.Node:
         return self._wait(self.call(c10d.all_gather_into_tensor.default, x, t, self.axis))

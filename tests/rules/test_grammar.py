@@ -97,7 +97,10 @@ def test_what_is_not_sharded_and_why():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("linear: a -> a", "rule 'linear: a -> a' starts with 'linear'\n  fix: start with 'lin:', 'nl:', or 'nl[i]:'"),
+        (
+            "linear: a -> a",
+            "rule 'linear: a -> a' starts with 'linear'\n  fix: start with 'lin:', 'nl:', 'nl[i]:', or 'max:'",
+        ),
         ("lin: a b", "rule 'lin: a b' has no '->'\n  fix: write 'operands -> result'"),
         ("nl[1]: a, ~a -> a", "is linear in operand 1, which is marked '~'"),
         ("nl[3]: a -> a", "is linear in operand 3, which is not there"),

@@ -86,11 +86,13 @@ def define_op(
     fake: Callable[..., Any],
     triton: str | None = None,
     launches: bool = False,
+    ends: bool = False,
     inplace: InPlace | None = None,
     **facts: Any,
 ) -> OpOverload:
     """schema: 'name(...) -> ...'. -> torch.ops.megafx.name
 
+    ends: the op has no gradient, as those named *_backward have none: differentiating it is an error.
     launches: the reference itself launches kernels where `runs_triton`, and Inductor is to see the op whole.
     facts: fields of `OpFacts`: rule, samples, cost, recompute, localize and so on.
     """
@@ -105,7 +107,7 @@ def define_op(
         _see_through(name, _Launcher(triton))
     op = getattr(torch.ops.megafx, name).default
     _implementations[op] = implementation
-    if name.endswith("_backward"):
+    if ends or name.endswith("_backward"):
         define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
     if inplace is not None:
         at = [a.name for a in op._schema.arguments].index(inplace.operand)

@@ -227,7 +227,7 @@ def test_meta_of_backward_collectives() -> None:
     assert backward.meta[FQN] == "layers.0.norm" and "expand_transitions" in backward.meta[MADE_BY]
 
 
-@pytest.mark.parametrize("row", sorted(TRANSITIONS), ids="->".join)
+@pytest.mark.parametrize("row", sorted(row for row in TRANSITIONS if "M" not in row), ids="->".join)
 def test_collectives_are_those_of_the_table(row: tuple[str, str]) -> None:
     """And the bytes are placements.payload's: ring traffic of the whole (padded) tensor."""
     src, dst = ("S0" if row[0] == "S" else row[0]), ("S1" if row[1] == "S" else row[1])

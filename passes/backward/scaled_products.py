@@ -1,0 +1,408 @@
+"""Products of layers with their weights, and the gradients of these, become products of FP8 with scales.
+
+Before:  %y = mm(%x, t(%w))                                          # %x is gathered: transition(%s, S0 -> R); %w S0
+         %dx = mm(%dy, %w); %dw = mm(t(%dy), %x)
+After:   %a = transition(fp8_amax(%s), M -> R)                       # the largest over ranks: one scale, as on one rank
+         %q, _, %scale = fp8_quantize(%s, %a); %xq = transition(%q, S0 -> R)       # bytes travel, not bf16
+         %b = transition(fp8_amax(%w), M -> R); %wq, _, %ws = fp8_quantize(%w, %b)
+         %y = scaled_mm(%xq, %wq, %scale, %ws)
+         %dyq, %dyt, %dys = fp8_quantize(%dy, ...)                                 # both orientations, in one pass
+         _, %wt, _ = fp8_quantize(%w, %b)                                          # in backward: not kept for it
+         %dx = scaled_mm(%dyq, %wt, %dys, %ws); %dw = scaled_mm(%dyt, fp8_transposed(%xq), %dys, %scale)
+Legal because: the user asked for the rounding. It is the same at every degree: scales are maxima, whose order does not matter,
+a cast is elementwise, so that a gather of casts is the cast of a gather, and what is summed is as wide as without FP8.
+
+Each value is cast once for each way of scaling, whoever reads it; weights once in forward and once in backward, since a copy
+that is kept would take a byte for each parameter. 'tensorwise': one scale a matrix. 'rowwise': one for each row along the
+summed dim, so that the three products of a linear read each operand with two sets of scales.
+Left as they are, with a note: what is outside of layers (embedding, head), the first and last layers by option, routers (whose
+result decides), and products whose gradient is partial, which cannot be cast before it is summed. Megatron's options:
+`fp8`, `fp8_recipe`, `fp8_wgrad`, `first_last_layers_bf16`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.analysis.layers import Layers
+from megafx.errors import PlacementError
+from megafx.ir.nodes import in_backward, op_name
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of
+from megafx.ir.sizes import SizeEmitter
+from megafx.kernels import join_parameters  # noqa: F401  registers the op
+from megafx.kernels.fp8.quantize import amax, quantize, transposed
+from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
+from megafx.kernels.products_fp32 import mm_fp32
+from megafx.placements.types import M, P, Placement, R, S
+from megafx.planner.context import Planner
+from megafx.planner.cost import MATMUL, cost_kind
+from megafx.rewrite.driver import fold
+from megafx.rules.inference import infer
+
+REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
+NAME = "scaled_products"
+aten, mfx = torch.ops.aten, torch.ops.megafx
+TRANSITION = mfx.transition.default
+
+ALL, ROWS, COLUMNS = -1, 0, 1  # what a scale is of
+LINEARS = (aten.mm.default, aten.addmm.default)
+_WEIGHTS = (TRANSITION, mfx.join_parameters.default, aten._to_copy.default)  # between a parameter and a product
+_DECIDES = ("topk", "argmax", "max", "sort", "argsort")  # ops that choose by the largest
+_NUMBERS = ("_to_copy", "add", "mul", "div", "sub", "softmax", "_softmax", "sigmoid", "softplus", "masked_fill")
+_ON_THE_WAY = {
+    *_NUMBERS,
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "getitem",
+    "slice",
+}  # from a router's product to its choice
+
+
+def scaled_products(program: Program, planner: Planner) -> int:
+    """Return the number of products that changed."""
+    if planner.config.fp8 is None:
+        return 0
+    scaler = _Scaler(program, planner)
+    for linear in scaler.linears():
+        linear.kept = scaler.refusal(linear)
+    scaled = [linear for linear in scaler.found if not linear.kept]
+    for linear in scaled:
+        scaler.note_reads(linear)
+    for linear in scaled:
+        scaler.rewrite(linear)
+    scaler.say()
+    if scaler.changes:
+        program.graph.eliminate_dead_code()
+        program.graph.lint()
+    return scaler.changes
+
+
+@dataclass
+class _Linear:
+    """y = x w' (+ bias), and the products that make the gradients of x and w."""
+
+    product: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    dgrads: list[fx.Node] = field(default_factory=list)
+    wgrads: list[fx.Node] = field(default_factory=list)
+    kept: str = ""  # why it is left as it is
+
+
+@dataclass
+class _Cast:
+    """A value in FP8. qt: its transpose, once it is asked for."""
+
+    q: fx.Node | None
+    qt: fx.Node | None
+    scale: fx.Node
+    format: str
+
+
+class _Scaler:
+    def __init__(self, program: Program, planner: Planner) -> None:
+        self.program, self.config, self.t = program, planner.config, planner.t
+        self.axis, self.stored = (planner.solved.axis, planner.solved.params) if planner.t > 1 else ("tp", {})
+        self.sizes = SizeEmitter(program.graph, program.sizes)
+        self.rowwise = self.config.fp8_recipe == "rowwise"
+        self.gradients = "e5m2" if self.config.fp8 == "hybrid" else "e4m3"
+        self.changes = 0
+        self.read: dict[str, set[fx.Node]] = {
+            "plain": set(),
+            "turned": set(),
+        }  # values that are read so, by scaled products
+        self.largest: dict[Any, fx.Node] = {}
+        self.casts: dict[Any, _Cast] = {}
+        self.found: list[_Linear] = []
+        self.seen: dict[fx.Node, Placement] = {}
+        nodes = program.input_nodes()
+        self.params = {node: spec.name for node, spec in nodes if spec.kind == "param"}
+        shapes = {s.name: tuple(map(str, n.meta[VAL].shape)) for n, s in nodes if s.kind == "param"}
+        self.layers = Layers.of(shapes)
+
+    # -- which
+
+    def linears(self) -> list[_Linear]:
+        """Products with weights in forward, each with those of its backward."""
+        for node in self.program.graph.nodes:
+            if node.target not in LINEARS or in_backward(node):
+                continue
+            bias, x, turned = (None, *node.args) if node.target is aten.mm.default else node.args[:3]
+            is_turned = isinstance(turned, fx.Node) and turned.target is aten.t.default
+            if not is_turned or node.kwargs or not self._is_weight(turned.args[0]):  # type: ignore[union-attr]
+                continue
+            self.found.append(_Linear(node, x, turned.args[0], bias))  # type: ignore[arg-type,union-attr]
+        for linear in self.found:
+            linear.dgrads = [
+                n for n in linear.weight.users if _is_product(n) and in_backward(n) and n.args[1] is linear.weight
+            ]
+            results = {n.args[0] for n in linear.dgrads}
+            for n in linear.x.users:
+                if _is_product(n) and in_backward(n) and n.args[1] is linear.x:
+                    left: Any = n.args[0]
+                    mine = left.target is aten.t.default and self._made_by(linear, left.args[0], n, results)
+                    linear.wgrads += [n] if mine else []
+        return self.found
+
+    def _made_by(self, linear: _Linear, gradient: fx.Node, product: fx.Node, results: set[Any]) -> bool:
+        """Whether dy' x is the gradient of this linear's weight: of several with one x, it is the one with its dy."""
+        return gradient in results or (not results and fqn_of(product) == fqn_of(linear.product))
+
+    def _is_weight(self, node: Any) -> bool:
+        while isinstance(node, fx.Node) and node.target in _WEIGHTS:
+            first = node.args[0]
+            node = first[0] if isinstance(first, (list, tuple)) else first
+        return node in self.params
+
+    def refusal(self, linear: _Linear) -> str:
+        """Why the linear is left as it is, or ''."""
+        order = dict.fromkeys(layer for n in self.found if (layer := self.layers.layer_of(fqn_of(n.product))))
+        layer = self.layers.layer_of(fqn_of(linear.product))
+        if not layer:
+            return "it is in no layer"
+        place, config = [*order].index(layer), self.config
+        if config.first_last_layers_bf16:
+            if place < config.num_layers_at_start_in_bf16:
+                return f"it is in the first of the layers (num_layers_at_start_in_bf16={config.num_layers_at_start_in_bf16})"
+            if place >= len(order) - config.num_layers_at_end_in_bf16:
+                return f"it is in the last of the layers (num_layers_at_end_in_bf16={config.num_layers_at_end_in_bf16})"
+        if decides := _decides(linear.product):
+            return f"its result decides ({decides})"
+        try:
+            held = [self.placement(n) for n in (linear.x, linear.weight, linear.product)]
+        except PlacementError as error:
+            return f"what ranks hold of its operands is not known: {error.found}"
+        if P in held[:2]:
+            return "an operand is a sum over ranks yet to be made"
+        if self.t > 1 and self._shown(linear.product) == R:
+            return "every rank computes all of it, so that its gradient is a sum over ranks yet to be made"
+        return ""
+
+    # -- what ranks hold
+
+    def placement(self, node: fx.Node) -> Placement:
+        """Of a forward value: what it is marked with, else what its op makes of what its operands are."""
+        if self.t == 1:
+            return R
+        if node in self.params:
+            return self.stored[self.params[node]]
+        if PLACEMENT in node.meta:
+            found: Placement = node.meta[PLACEMENT]
+            return found
+        if node.target is TRANSITION:
+            return Placement.parse(str(node.args[2]), _flat(self.program, node.args[4]))
+        if node not in self.seen:
+            operands = {n: self.placement(n) for n in node.all_input_nodes if isinstance(n.meta[VAL], torch.Tensor)}
+            made = infer(node, operands, self.t, self.program.sizes) if node.op == "call_function" else R
+            self.seen[node] = made if isinstance(made, Placement) else R
+        return self.seen[node]
+
+    def _shown(self, product: fx.Node) -> Placement:
+        """The placement of a result, I and R told apart: of itself, or of what it is viewed as."""
+        marks = [n.meta[PLACEMENT] for n in (product, *product.users) if PLACEMENT in n.meta]
+        return marks[0] if marks else self.placement(product)
+
+    # -- casts
+
+    def note_reads(self, linear: _Linear) -> None:
+        """Which values its products read as they are, and which transposed."""
+        self.read["plain"] |= {linear.x, *(dgrad.args[0] for dgrad in linear.dgrads)}  # type: ignore[arg-type]
+        for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
+            self.read["turned"] |= {linear.x, wgrad.args[0].args[0]}  # type: ignore[arg-type,union-attr]
+
+    def cast_weight(self, weight: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
+        """A weight in FP8 for one product, in front of it: transposed in backward."""
+        late = in_backward(before)
+        key = (weight, kept, late)
+        if key not in self.casts:
+            build = Builder(self.program, before, before, NAME)
+            found = self._largest(build, weight, weight, placement, kept)
+            made = build(quantize, weight, found, kept, "e4m3", False, not late, late)
+            q, qt, scale = (build(operator.getitem, made, i) for i in range(3))
+            self.casts[key] = _Cast(None if late else q, qt if late else None, scale, "e4m3")
+        return self.casts[key]
+
+    def cast(self, value: fx.Node, placement: Placement, kept: int, format: str, before: fx.Node) -> _Cast:
+        """`value` [m, k] in FP8, made where the value is; whole where that is gathered.
+
+        placement: of the value. A value that is gathered for scaled products alone is cast before. before: the first product
+        that asks, whose module the cast counts for.
+        """
+        key = (value, kept, format)
+        if key not in self.casts:
+            source, moved = self._source(value)
+            held = moved if moved is not None else placement
+            place = min(source.users) if source.op == "placeholder" else source.next
+            build = Builder(self.program, place, before if source is not value else source, NAME)
+            if source.op == "placeholder" or not in_backward(source):
+                build.origin = before
+            self.casts[key] = self._cast(build, source, value, held, kept, format)
+        return self.casts[key]
+
+    def _source(self, value: fx.Node) -> tuple[fx.Node, Placement | None]:
+        """What to cast, and how ranks hold it where the cast is to be gathered."""
+        if value.target is not TRANSITION or str(value.args[1])[0] != "S" or str(value.args[2]) not in ("I", "R"):
+            return value, None
+        scaled = {n for linear in self.found for n in (linear.product, *linear.dgrads, *linear.wgrads)}
+        readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
+        if not self._all_scaled(readers, scaled):
+            return value, None
+        source, src, _, flat = value.args[:4]
+        return source, Placement.parse(str(src), _flat(self.program, flat))  # type: ignore[return-value]
+
+    def _all_scaled(self, readers: set[fx.Node], scaled: set[fx.Node]) -> bool:
+        kept = {n for linear in self.found if linear.kept for n in (linear.product, *linear.dgrads, *linear.wgrads)}
+        if not self.config.fp8_wgrad:
+            kept |= {n for linear in self.found for n in linear.wgrads}
+        return readers <= scaled - kept
+
+    def _cast(self, build: Builder, source: fx.Node, value: fx.Node, held: Placement, kept: int, format: str) -> _Cast:
+        gathered = source is not value
+        found = self._largest(build, source, value, held, kept)
+        plain = gathered or (kept != COLUMNS and value in self.read["plain"])
+        turned = not gathered and kept != ROWS and value in self.read["turned"]
+        made = build(quantize, source, found, kept, format, False, plain, turned)
+        q, qt, scale = (build(operator.getitem, made, i) for i in range(3))
+        if gathered:
+            move = (*value.args[3:5], self.axis, self.t)
+            q = build(TRANSITION, q, held.tag, "R", *move)
+            if held.dim == kept:
+                scale = build(TRANSITION, scale, "S0", "R", *move)
+        return _Cast(q if plain else None, qt if turned else None, scale, format)
+
+    def _largest(self, build: Builder, source: fx.Node, value: fx.Node, held: Placement, kept: int) -> fx.Node:
+        """The largest magnitudes of `source`, which ranks hold so: over all ranks, but for those that a rank's rows have."""
+        if (source, kept) in self.largest:
+            return self.largest[source, kept]
+        cut: tuple[Any, ...] = (-1, [], self.axis)
+        gathered = source is not value
+        # Pads of parameters are zeros, and so are those along a dim that is summed over.
+        if held.is_shard and held.dim != kept and source not in self.params and (gathered or held.dim == 0):
+            flat = value.args[3] if gathered else [self.sizes(n) for n in held.flat_layout]
+            cut = held.dim, flat, self.axis
+        found = build(amax, source, kept, *cut)
+        found.meta[PLACEMENT] = R
+        if held.is_shard and held.dim == kept:
+            found.meta[PLACEMENT] = S(0, held.cut)
+        elif held.is_shard:
+            found.meta[PLACEMENT] = M
+            found = build(TRANSITION, found, "M", "R", [], [], self.axis, self.t)
+            found.meta[PLACEMENT] = R
+        self.largest[source, kept] = found
+        return found
+
+    def turned(self, cast: _Cast, before: fx.Node) -> fx.Node:
+        """The transpose of a cast."""
+        if cast.qt is None:
+            assert cast.q is not None
+            cast.qt = Builder(self.program, before, before, NAME)(transposed, cast.q)
+        return cast.qt
+
+    # -- products
+
+    def rewrite(self, linear: _Linear) -> None:
+        """Its products, read from FP8."""
+        product, over_rows, over_columns = linear.product, *((ROWS, COLUMNS) if self.rowwise else (ALL, ALL))
+        x_held, w_held, y_held = self.placement(linear.x), self.placement(linear.weight), self.placement(product)
+        dy_held = R if y_held == P else y_held
+        x = self.cast(linear.x, x_held, over_rows, "e4m3", product)
+        w = self.cast_weight(linear.weight, w_held, over_rows, product)
+        y = self._product(product, x.q, w.q, x, w)
+        if linear.bias is not None:
+            build = Builder(self.program, product, product, NAME)
+            total = build(aten.add.Tensor, y, linear.bias)
+            _marked(total, product)
+            y = total
+        product.replace_all_uses_with(y)
+        for dgrad in linear.dgrads:
+            dy = self.cast(dgrad.args[0], dy_held, over_rows, self.gradients, dgrad)  # type: ignore[arg-type]
+            w = self.cast_weight(linear.weight, w_held, over_columns, dgrad)
+            dgrad.replace_all_uses_with(self._product(dgrad, dy.q, self.turned(w, dgrad), dy, w))
+        for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
+            dy = self.cast(wgrad.args[0].args[0], dy_held, over_columns, self.gradients, wgrad)  # type: ignore[arg-type,union-attr]
+            x = self.cast(linear.x, x_held, over_columns, "e4m3", product)
+            made = self._product(wgrad, self.turned(dy, wgrad), self.turned(x, wgrad), dy, x)
+            wgrad.replace_all_uses_with(made)
+
+    def _product(self, old: fx.Node, a: fx.Node | None, b: fx.Node | None, left: _Cast, right: _Cast) -> fx.Node:
+        build = Builder(self.program, old, old, NAME)
+        formats = left.format, right.format
+        made = build(scaled_mm, a, b, left.scale, right.scale, *formats, old.meta[VAL].dtype)
+        self.changes += 1
+        return _marked(made, old)
+
+    # -- the report
+
+    def say(self) -> None:
+        """Notes on what runs in FP8 and what does not, like linears together."""
+        said: Counter[tuple[str, str]] = Counter()
+        first: dict[tuple[str, str], fx.Node] = {}
+        for linear in self.found:
+            text = f"left in {_name(linear.product)}: {linear.kept}" if linear.kept else self._what(linear)
+            key = fold(fqn_of(linear.product)), text
+            said[key] += 1
+            first.setdefault(key, linear.product)
+        for node in self.program.graph.nodes:
+            if (
+                cost_kind(op_name(node)) == MATMUL
+                and not in_backward(node)
+                and node.target not in LINEARS
+                and self._reads_weight(node)
+            ):
+                key = fold(fqn_of(node)), f"left in {_name(node)}: {op_name(node)} has no form in FP8"
+                said[key] += 1
+                first.setdefault(key, node)
+        for key, count in said.items():
+            self.program.note("fp8", key[1] + (f"; {count} alike" if count > 1 else ""), first[key])
+
+    def _reads_weight(self, node: fx.Node) -> bool:
+        return any(self._is_weight(a.args[0] if a.target is aten.t.default else a) for a in node.all_input_nodes)
+
+    def _what(self, linear: _Linear) -> str:
+        parts = ["forward", *(["dgrad"] if linear.dgrads else [])]
+        parts += ["wgrad"] if linear.wgrads and self.config.fp8_wgrad else []
+        gradients = f", gradients {self.gradients}" if len(parts) > 1 else ""
+        scale = "a scale for each row along the summed dim" if self.rowwise else "one scale a matrix"
+        return f"{', '.join(parts)} in FP8: e4m3{gradients}; {scale}"
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in (aten.mm.default, mm_fp32)
+
+
+def _marked(made: fx.Node, old: fx.Node) -> fx.Node:
+    for key in (PLACEMENT, PHASE):
+        if key in old.meta:
+            made.meta[key] = old.meta[key]
+    return made
+
+
+def _name(node: fx.Node) -> str:
+    value = node.meta[VAL]
+    return str((value[0] if isinstance(value, (tuple, list)) else value).dtype).removeprefix("torch.")
+
+
+def _flat(program: Program, flat: Any) -> list[int]:
+    """A layout argument (numbers and size nodes) in structural integers."""
+    return [program.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat]
+
+
+def _decides(product: fx.Node) -> str:
+    """The op that chooses by the product's result, or ''."""
+    todo, seen = [product], {product}
+    while todo:
+        for user in todo.pop().users:
+            if op_name(user) in _DECIDES:
+                return op_name(user)
+            if user not in seen and not in_backward(user) and op_name(user) in _ON_THE_WAY:
+                seen.add(user)
+                todo.append(user)
+    return ""

@@ -1,0 +1,182 @@
+"""Covers: kernels/fp8/quantize.py, kernels/fp8/quantize_triton.py, kernels/fp8/scaled_mm.py."""
+
+import math
+
+import pytest
+import torch
+from kernel_checks import DEVICE, run_as_script
+
+import megafx.kernels.fp8.scaled_mm  # noqa: F401  registers the ops
+from megafx.kernels.fp8.quantize import FORMATS, TOP
+from megafx.ops.axes import AxisContext, on_mesh
+
+ops = torch.ops.megafx
+WHOLE = (-1, [], "tp")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def cast(x, kept=-1, format="e4m3", power=False, plain=True, transposed=True):
+    return ops.fp8_quantize(x, ops.fp8_amax(x, kept, *WHOLE), kept, format, power, plain, transposed)
+
+
+def numbers(q, format):
+    return q.view(FORMATS[format]).double()
+
+
+def across(scale, kept):
+    return scale[:, None] if kept == 0 else scale
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kept", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cast_is_within_half_a_step_and_uses_the_whole_range(dtype, kept, format):
+    x = (torch.randn(13, 22) * torch.logspace(-3, 2, 13)[:, None]).to(dtype)
+    q, qt, scale = cast(x, kept, format)
+    assert q.dtype == torch.uint8 and torch.equal(qt, q.t()) and qt.is_contiguous()
+    assert scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    wanted = x.double().abs().amax() if kept < 0 else x.double().abs().amax(1 - kept)
+    torch.testing.assert_close(scale.double(), wanted / TOP[format], rtol=1e-6, atol=0)
+    back, s = numbers(q, format) * across(scale, kept), across(scale, kept)
+    step = 2.0**-4 if format == "e4m3" else 2.0**-3  # half a unit in the last place, of a normal number
+    least = 2.0**-10 if format == "e4m3" else 2.0**-17  # half of the smallest
+    assert ((back - x.double()).abs() <= torch.maximum(x.double().abs() * step, least * s) * (1 + 1e-6)).all()
+    assert float(numbers(q, format).abs().max()) == TOP[format]
+
+
+def test_powers_of_two_scale_without_rounding():
+    x = torch.randn(6, 8)
+    scale = cast(x, 0, power=True)[2]
+    exact = cast(x, 0)[2]
+    assert (torch.frexp(scale)[0] == 0.5).all() and (scale >= exact).all() and (scale < 2 * exact).all()
+    assert float(cast(torch.full((2, 2), 448.0), power=True)[2]) == 1.0
+
+
+def test_zeros_and_numbers_that_are_not_finite():
+    q, _, scale = cast(torch.zeros(3, 4))
+    assert float(scale) == 1.0 and not q.any()
+    assert cast(torch.zeros(3, 4), 0)[2].tolist() == [1.0, 1.0, 1.0]
+    tiny = cast(torch.full((2, 2), 1e-42))
+    assert math.isfinite(float(tiny[2])) and not numbers(tiny[0], "e4m3").isnan().any()
+    right, _, s = cast(torch.randn(5, 4), 0)
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(3, 4)
+        x[1, 2] = bad
+        for kept in (-1, 0):
+            q, _, scale = cast(x, kept)
+            y = ops.scaled_mm(q, right, scale, s, "e4m3", "e4m3", torch.float32)
+            assert y[1].isnan().all(), (bad, kept)
+            assert bool(y[0].isfinite().all()) == (kept == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [False, True])
+def test_a_product_is_that_of_the_numbers(dtype, each):
+    a, b = torch.randn(7, 20), torch.randn(9, 20)
+    kept = 0 if each else -1
+    qa, _, sa = cast(a, kept, "e5m2")
+    qb, _, sb = cast(b, kept)
+    y = ops.scaled_mm(qa, qb, sa, sb, "e5m2", "e4m3", dtype)
+    wanted = (numbers(qa, "e5m2") * across(sa.double(), kept)) @ (numbers(qb, "e4m3") * across(sb.double(), kept)).t()
+    limit = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-6}[dtype]
+    torch.testing.assert_close(y.double(), wanted, rtol=limit, atol=limit)
+    assert y.dtype == dtype and float((y.double() - a.double() @ b.double().t()).norm() / wanted.norm()) < 0.1
+
+
+def test_pads_take_no_part_in_the_largest():
+    """5 rows on 2 ranks: the second rank holds two and a pad."""
+    x = torch.tensor([[1.0, -2.0], [3.0, 1.0], [1e9, -1e9]])
+    layout = [1, 5, 1]
+    found = []
+    for rank in range(2):
+        with on_mesh({"tp": AxisContext(rank, 2)}):
+            found.append(ops.fp8_amax(x, -1, 0, layout, "tp").item())
+            assert ops.fp8_amax(x, 1, 0, layout, "tp").tolist() == ([1e9, 1e9] if rank == 0 else [3.0, 2.0])
+    assert found == [1e9, 3.0]
+    with on_mesh({"tp": AxisContext(2, 3)}):  # 2 rows on 3 ranks: nothing but pads
+        assert ops.fp8_amax(x[:1], -1, 0, [1, 2, 1], "tp").item() == 0.0
+
+
+def test_refusals():
+    x = torch.randn(3, 4)
+    q, _, s = cast(x)
+    with pytest.raises(TypeError, match="floating-point matrix"):
+        ops.fp8_amax(x[0], -1, *WHOLE)
+    with pytest.raises(ValueError, match=r"\[m, k\] and \[n, k\]"):
+        ops.scaled_mm(q, q.t(), s, s, "e4m3", "e4m3", torch.float32)
+    with pytest.raises(NotImplementedError, match="no autograd formula"):
+        torch.autograd.grad(ops.fp8_amax(x.requires_grad_(), -1, *WHOLE), x)
+
+
+def triton_checks():
+    """Casts to the bit of the CPU's; in the interpreter to a step, or half of it: its casts to FP8 lose the carry of a
+    mantissa that rounds up to the next power of two."""
+    from megafx.kernels.fp8 import quantize as plain
+    from megafx.kernels.fp8 import quantize_triton as kernels
+
+    def close(found, wanted, format):
+        if DEVICE == "cuda":
+            assert torch.equal(found, wanted)
+        else:
+            a, b = numbers(found, format), numbers(wanted, format)
+            step = b.abs() * (0.126 if format == "e4m3" else 0.251) + 2.0**-8
+            assert (((a - b).abs() <= step) | (2 * a == b)).all()
+
+    shapes = [(5, 37), (70, 130), (1, 16), (129, 64)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in shapes:
+            x = (torch.randn(shape) * 3).to(DEVICE, dtype)
+            x = x[:, :-3] if shape == (70, 130) else x  # rows that do not lie side by side
+            for kept in (-1, 0, 1):
+                largest = plain.amax_reference(x, kept, *WHOLE)
+                assert torch.equal(kernels.amax(x, kept, *WHOLE), largest), (dtype, shape, kept)
+                for format, power in (("e4m3", False), ("e4m3", True), ("e5m2", False)):
+                    given = (x, largest, kept, format, power, True, True)
+                    on_cpu = plain.quantize_reference(x.cpu(), largest.cpu(), *given[2:])
+                    for found, wanted in zip(kernels.quantize(*given), on_cpu, strict=True):
+                        found = found.cpu()
+                        if wanted.dtype == torch.uint8:
+                            close(found, wanted, format)
+                        else:
+                            assert torch.equal(found, wanted), (dtype, shape, kept, format, power)
+        q = plain.quantize_reference(x, plain.amax_reference(x, -1, *WHOLE), -1, "e4m3", False, True, False)[0]
+        assert torch.equal(kernels.transposed(q), q.t())
+    x = torch.randn(70, 130).to(DEVICE)
+    x[3, 5] = float("nan")
+    assert kernels.amax(x, -1, *WHOLE).isnan() and kernels.amax(x, 0, *WHOLE).isnan().sum() == 1
+    assert kernels.amax(x, 1, *WHOLE).isnan().nonzero().tolist() == [[5]]
+    one = kernels.quantize(x, kernels.amax(x, -1, *WHOLE), -1, "e4m3", False, True, False)
+    assert one[2].isnan() and (
+        DEVICE != "cuda" or numbers(one[0], "e4m3").isnan().all()
+    )  # the interpreter has no such NaN
+    zero = torch.zeros(4, 4, device=DEVICE)
+    assert kernels.quantize(zero, kernels.amax(zero, 0, *WHOLE), 0, "e4m3", True, True, False)[2].tolist() == [1.0] * 4
+    assert kernels.amax(zero[:0], 1, *WHOLE).tolist() == [0.0] * 4
+    if DEVICE == "cuda":
+        library_checks()
+
+
+def library_checks():
+    """torch._scaled_mm against the emulation, sizes that 16 does not divide included."""
+    from megafx.kernels.fp8.scaled_mm import reference, scaled_mm
+
+    for m, n, k in ((64, 48, 32), (17, 33, 50), (128, 256, 512)):
+        for kept in (-1, 0):
+            for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)):
+                for format in ("e4m3", "e5m2"):
+                    a, _, sa = cast(torch.randn(m, k, device=DEVICE), kept, format)
+                    b, _, sb = cast(torch.randn(n, k, device=DEVICE), kept)
+                    given = (a, b, sa, sb, format, "e4m3", dtype)
+                    found, wanted = scaled_mm(*given), reference(*given)
+                    assert found.shape == wanted.shape and found.dtype == dtype and found.is_contiguous()
+                    off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+                    assert off < limit, (m, n, k, kept, dtype, format, off)
+
+
+def test_triton_kernels_agree():
+    run_as_script(__file__, 1200)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    triton_checks()

@@ -1,0 +1,271 @@
+"""Covers: passes/backward/scaled_products.py: which products run in FP8, what they become, and that it is the same on any
+number of ranks."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from advice import refused
+from local_programs import local_program
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.analysis.communication import collective_nodes
+from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
+from megafx.checks.simulate import run_logical
+from megafx.config import Config
+from megafx.errors import ConfigError, PlacementError
+from megafx.ir.contracts import is_transition
+from megafx.ir.dump import text
+from megafx.ir.program import FQN, PLACEMENT, Program
+from megafx.kernels.fp8 import scaled_mm
+from megafx.kernels.fp8.quantize import FORMATS
+from megafx.passes.backward.build_joint_graph import differentiate
+from megafx.passes.backward.scaled_products import scaled_products
+from megafx.passes.communicate.expand_transitions import expand_transitions
+from megafx.placements.types import I, Layout, Placement, S
+from megafx.testing import make_planner
+
+aten, mfx = torch.ops.aten, torch.ops.megafx
+T = 2
+EVERY = {"fp8": "hybrid", "first_last_layers_bf16": False}
+
+
+def cut(dim: int, n: int, t: int = T) -> Placement:
+    return S(dim, Layout.contiguous(n, t))
+
+
+# -- one linear of one rank's graph
+
+
+def linear(t: int, tokens: int = 6, **options: Any) -> tuple[Program, Any, dict[str, Any]]:
+    """A column-parallel linear that gathers its tokens: the joint graph after the pass, its planner, and whole values."""
+    torch.manual_seed(0)
+    here, weight = cut(0, tokens, t), cut(0, 4 * t, t)
+    local = {
+        "x": torch.randn(here.cut.local_size(t) if t > 1 else tokens, 8).double(),
+        "layers.0.up.weight": nn.Parameter(torch.randn(4, 8).double()),
+        "layers.1.up.weight": nn.Parameter(torch.randn(4, 8).double()),
+    }
+
+    def function(x: Tensor, w: Tensor, other: Tensor) -> tuple[Tensor]:
+        if t > 1:
+            x = mfx.transition(x, "S0", "R", list(here.flat_layout), [], "tp", t)
+        return (torch.mm(x, w.t()),)
+
+    program = local_program(function, local)
+    for node in program.graph.nodes:
+        if node.target is aten.mm.default:
+            node.meta |= {FQN: "layers.0.up", PLACEMENT: cut(1, 4 * t, t) if t > 1 else I}
+    program.placeholders()[0].meta[PLACEMENT] = here if t > 1 else I
+    differentiate(program, [0, 1], [0])
+    planner: Any = make_planner(t, Config(**{**EVERY, **options}))
+    planner.plan = SimpleNamespace(axis="tp", params={n: weight if t > 1 else I for n in local if n != "x"}, t=t)
+    assert scaled_products(program, planner) == (3 if options.get("fp8_wgrad", True) else 2)
+    generator = torch.Generator().manual_seed(3)
+    whole: dict[str, Any] = {"x": torch.randn(tokens, 8, generator=generator).double()}
+    for name in ("layers.0.up.weight", "layers.1.up.weight"):
+        whole[name] = torch.randn(4 * t, 8, generator=generator).double()
+    whole["0"] = torch.randn(tokens, 4 * t, generator=generator).double()
+    return program, planner, whole
+
+
+def test_golden() -> None:
+    program, _, _ = linear(T)
+    lines = [re.sub(r"\s*#.*", "", line) for line in text(program).splitlines()]
+    found = "\n".join(line for line in lines if re.search(r"fp8|scaled|transition|return", line))
+    assert found == GOLDEN
+
+
+GOLDEN = """\
+%4 = fp8_amax(%0, -1, 0, [1, 2, 3], 'tp')
+%5 = transition(%4, M -> R)
+%6 = fp8_quantize(%0, %5, -1, 'e4m3', False, True, False)
+%9 = transition(%7, S0 -> R)
+%10 = fp8_amax(%1, -1, -1, [], 'tp')
+%11 = transition(%10, M -> R)
+%12 = fp8_quantize(%1, %11, -1, 'e4m3', False, True, False)
+%15 = scaled_mm(%9, %13, %8, %14, 'e4m3', 'e4m3', f64)
+%16 = fp8_amax(%3, -1, -1, [], 'tp')
+%17 = transition(%16, M -> R)
+%18 = fp8_quantize(%3, %17, -1, 'e5m2', False, True, True)
+%22 = fp8_transposed(%9)
+%23 = scaled_mm(%20, %22, %21, %8, 'e5m2', 'e4m3', f64)
+%24 = fp8_quantize(%1, %11, -1, 'e4m3', False, False, True)
+%27 = scaled_mm(%19, %25, %21, %26, 'e5m2', 'e4m3', f64)
+%28 = transition(%27, P -> S0)
+return %15
+return %28
+return %23"""
+
+
+def emulated(x: Tensor, format: str, dim: int | None) -> Tensor:
+    """x rounded to FP8 with a scale for all, or for each row along `dim`, which is summed over."""
+    top = torch.finfo(FORMATS[format]).max
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = largest / top
+    return (x * (1 / scale)).to(FORMATS[format]).double() * scale
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
+@pytest.mark.parametrize(("t", "tokens"), [(1, 6), (2, 6), (2, 7), (3, 7), (4, 5)])
+def test_a_linear_is_its_emulation(t: int, tokens: int, fp8: str, recipe: str) -> None:
+    program, planner, whole = linear(t, tokens, fp8=fp8, fp8_recipe=recipe)
+    x, w, dy = whole["x"], whole["layers.0.up.weight"], whole["0"]
+    placements = planner.plan.params | {"x": cut(0, tokens, t) if t > 1 else I}
+    each, gradient = recipe == "rowwise", "e5m2" if fp8 == "hybrid" else "e4m3"
+
+    def rounded(value: Tensor, format: str, dim: int) -> Tensor:
+        return emulated(value, format, dim if each else None)
+
+    y = rounded(x, "e4m3", 1) @ rounded(w, "e4m3", 1).t()
+    dx = rounded(dy, gradient, 1) @ rounded(w, "e4m3", 0)
+    dw = rounded(dy, gradient, 0).t() @ rounded(x, "e4m3", 0)
+    for _ in range(2):
+        found = run_logical(program, whole, placements, t)
+        for value, wanted in (
+            (found.outputs["0"], y),
+            (found.gradients["x"], dx),
+            (found.gradients["layers.0.up.weight"], dw),
+        ):
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+        if not collective_nodes(program.graph):
+            expand_transitions(program, planner)
+
+
+def test_types_and_numbers_notice_a_largest_that_is_not_reduced() -> None:
+    """And every other collective of the graph, of which tokens travel as bytes."""
+    program, planner, whole = linear(T)
+    moves = [n for n in program.graph.nodes if is_transition(n) and n.args[1] == "M"]
+    assert len(moves) == 3  # of x, of the weight, of the gradient
+    placements = planner.plan.params | {"x": cut(0, 6)}
+    wanted = run_logical(program, whole, placements, T)
+
+    def wrong() -> bool:
+        try:
+            found = run_logical(program, whole, placements, T)
+        except PlacementError:
+            return True
+        pairs = [
+            (found.outputs["0"], wanted.outputs["0"]),
+            *((g, wanted.gradients[n]) for n, g in found.gradients.items()),
+        ]
+        return not all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in pairs)  # type: ignore[arg-type]
+
+    assert not wrong()
+    for move in moves:
+        with without_transition(program.graph, move):
+            assert wrong(), move
+    expand_transitions(program, planner)
+    starts = collective_nodes(program.graph)
+    assert {n.args[0].meta["val"].dtype for n in starts if "gather" in str(n.target)} == {torch.uint8}  # type: ignore[union-attr]
+    for start in starts:
+        for change in (without, with_another):
+            with changed_collective(program.graph, start, T, change):
+                assert wrong(), (start, change)
+
+
+def test_gradients_of_weights_stay_as_they_are_by_option() -> None:
+    program, _, _ = linear(T, fp8_wgrad=False)
+    products = [n for n in program.graph.nodes if n.target is aten.mm.default]
+    assert len(products) == 1 and products[0].args[0].target is aten.t.default
+    gathers = [n for n in program.graph.nodes if is_transition(n) and n.args[1] == "S0"]
+    assert [n.meta["val"].dtype for n in gathers] == [torch.float64]  # x is gathered once, for both
+
+
+# -- whole models
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, ffn: int, p: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.p = nn.LayerNorm(width), nn.LayerNorm(width), p
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        y = self.norm1(x)
+        q, k, v = (w(y).view(b, s, 4, -1).transpose(1, 2) for w in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+        x = x + F.dropout(self.o(a), self.p, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.p, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, ffn: int = 48, layers: int = 3, p: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.layers = nn.ModuleList(Block(32, ffn, p) for _ in range(layers))
+        self.head = nn.Linear(32, 40, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch(seq: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 40, (2, seq), generator=torch.Generator().manual_seed(1))
+    return ids, ids
+
+
+@pytest.mark.parametrize(
+    ("t", "options"),
+    [
+        (2, {"sequence_parallel": True, "fp8_recipe": "rowwise"}),
+        (3, {"sequence_parallel": True, "p": 0.1, "fp8_wgrad": False}),
+        (3, {"sequence_parallel": False, "fp8": "e4m3", "fp8_recipe": "rowwise"}),
+        (4, {"sequence_parallel": True, "p": 0.1}),
+    ],
+    ids=str,
+)
+def test_it_is_the_same_on_any_number_of_ranks(t: int, options: dict[str, Any]) -> None:
+    """Uneven: 7 tokens a row, 50 columns and 4 heads; and the same bits of dropout."""
+    torch.manual_seed(0)
+    model = Model(50, 1, options.pop("p", 0.0)).double()
+    config = Config(**{**EVERY, "tensor_model_parallel_size": t, "hardware": "h100-nvlink", **options})
+    verdict = megafx.verify(model, config, example_inputs=batch(7), tolerance=1e-10)
+    assert verdict.reference == "megafx at t=1" and verdict, str(verdict)
+
+
+def test_the_report_says_what_runs_in_fp8_and_why_the_rest_does_not() -> None:
+    parallel = megafx.parallelize(Model(), Config(fp8="hybrid", hardware="h100-nvlink"), example_inputs=batch(8))
+    parallel(*batch(8)).backward()
+    report = re.sub(r"\s+", " ", str(megafx.explain(parallel)))
+    for wanted in (
+        "forward, dgrad, wgrad in FP8: e4m3, gradients e5m2; one scale a matrix",
+        "left in float32: it is in the first of the layers (num_layers_at_start_in_bf16=1)",
+        "left in float32: it is in the last of the layers (num_layers_at_end_in_bf16=1)",
+        "left in float32: linear_cross_entropy_forward has no form in FP8",
+    ):
+        assert wanted in report, report
+
+
+def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with refused("fp8 on <name>: its products need <needed>"):
+        scaled_mm._check_device(torch.device("cuda", 7))
+    program, planner, _ = linear(1)
+    planner.config = Config(fp8=None)
+    assert scaled_products(program, planner) == 0
+
+
+def test_options() -> None:
+    with refused("fp8_recipe='delayed' takes scales from earlier steps, and saturates where values grow"):
+        Config(fp8="hybrid", fp8_recipe="delayed")  # type: ignore[arg-type]
+    assert Config(fp8="hybrid", fp8_recipe="tensorwise").fp8_recipe == "tensorwise"
+    with pytest.raises(ConfigError, match="fp8 must be 'e4m3' or 'hybrid'"):
+        Config(fp8="e5m2")  # type: ignore[arg-type]
+    program, planner, _ = linear(1)
+    planner.config = Config()
+    before = str(program.graph)
+    assert scaled_products(program, planner) == 0 and str(program.graph) == before
