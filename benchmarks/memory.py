@@ -36,7 +36,9 @@ import transformers
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import MARGIN, Compiled, compile_program
+from megafx.compiler.choose import MARGIN
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafx.capture.export import capture_call
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import FUSIONS, MEASURE_NOTHING, Config
 from megafx.distributed.parameters import parameter_slots, place_joined
 from megafx.errors import MegafxError, UsageError

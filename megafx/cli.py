@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "megafx.sabotage: leave out each collective, and replace it by another; is every change noticed?"
     argument("--sabotage", action="store_true", help=about)
 
-    argument, _ = add(_passes, "megafx.compiler.pipeline.pipeline", "print the pipeline: every pass in its order")
+    argument, _ = add(_passes, "megafx.compiler.stages.pipeline", "print the pipeline: every pass in its order")
     argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
     argument, _ = add(_check_rules, "megafx.checks.rules.check_rules", "try every sharding rule against the real op")
     argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
@@ -363,7 +363,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _passes(args: argparse.Namespace) -> int:
-    from megafx.compiler.pipeline import pipeline
+    from megafx.compiler.stages import pipeline
 
     for name, passes in pipeline(_config(args)).items():
         print(name)

@@ -19,7 +19,8 @@ from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.debugging import debug
 from megafx.distributed.data import broadcast_data

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megafx.analysis.costed_graph import costed_graph
-from megafx.compiler.pipeline import passes_of
-from megafx.compiler.runner import Runner
+from megafx.compiler.choose import tried
+from megafx.compiler.stages import before, describe_plan, passes_of, since
 from megafx.config import Config
-from megafx.debugging import Debug, current
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
+from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.planner.context import Planner
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
@@ -280,15 +280,9 @@ def _ready(
     program: Program, config: Config, hardware: Hardware, t: int, wants_grad: Callable[[Input], bool]
 ) -> tuple[Program, bool]:
     """The program up to planning; and whether it is the same for other numbers of ranks, as it is without experts."""
-    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=wants_grad)
-    passes = passes_of(planner, "planning")
-    names = [p.name for p in passes]
-    records = Runner(planner, names, _quiet()).run(made, passes[: names.index("plan_sharding")])
+    planner = Planner(config, t, hardware, wants_grad=wants_grad)
+    made, _, records = tried(program, planner, before(plan_sharding, passes_of(planner, "planning")))
     return made, not any(r.changes for r in records if "experts" in r.name)
-
-
-def _quiet() -> Debug:
-    return replace(current(), level=0, dump=None, stop_after=None)
 
 
 def _priced(
@@ -302,12 +296,10 @@ def _priced(
     """The plan of the first batch size, at each of them."""
     given = None
     for batch in batches:
-        program, options = ready.copy(), config.replace(micro_batch_size=batch)
+        options = config.replace(micro_batch_size=batch)
         planner = Planner(options, t, hardware, wants_grad=wants_grad, given=given)
-        passes = passes_of(planner, "planning")
-        names = [p.name for p in passes]
-        first = names.index("plan_sharding")
-        Runner(planner, names, _quiet()).run(program, passes[first : names.index("insert_transitions") + 1])
+        passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
+        program, planner, _ = tried(ready, planner, passes)
         given = planner.solved
         picture = costed_graph(program, planner)
         yield picture, timeline(picture), batch

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of, shapes_of
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable, LazyOutput
-from megafx.compiler.pipeline import Compiled
 from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.nodes import changed_copy

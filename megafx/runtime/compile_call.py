@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from megafx.compiler.compiled import Compiled, Pending
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
-from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
+from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megafx.compiler.pipeline import Pending
+from megafx.compiler.compiled import Pending
 from megafx.distributed.tensor import TPTensor, local_of
 from megafx.distributed.tensor_layout import spec_of
 from megafx.errors import UsageError

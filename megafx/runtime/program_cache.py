@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from megafx.analysis.tables import Band, read_table
 from megafx.capture.small_sizes import Line as ListingLine
 from megafx.capture.small_sizes import Listing
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.debugging import current, say
 from megafx.distributed import agreement
 from megafx.ir.program import Program

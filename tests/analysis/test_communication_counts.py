@@ -19,7 +19,8 @@ from lowered import parts_of
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.dump import target_text
 from megafx.ir.program import PHASE, Partition, Program

@@ -26,7 +26,8 @@ from megafx.analysis.memory import BLOCK, CUBLAS_WORKSPACE, walk
 from megafx.analysis.prices import seconds
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import local_inputs
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.errors import PlanError, UsageError
 from megafx.ir.nodes import op_name
 from megafx.passes.lower.partition import cut

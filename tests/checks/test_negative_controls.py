@@ -20,7 +20,8 @@ import megafx
 from megafx.analysis.communication import COLLECTIVES, collective_nodes
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition

@@ -10,9 +10,10 @@ from torch import fx, nn
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler import pipeline
+from megafx.compiler import stages
 from megafx.compiler.all_ranks import _Meeting, run_ranks
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.errors import PlacementError
 from megafx.ir.interpret import input_values
 from megafx.ir.program import Program
@@ -70,8 +71,8 @@ def test_verify_sees_what_the_last_passes_do(monkeypatch: pytest.MonkeyPatch) ->
 
     config, model = megafx.Config(tensor_model_parallel_size=2), Net()
     assert megafx.verify(model, config, example_inputs=(X,))
-    stage = tuple(broken(write_early) if p is reuse_buffers else p for p in pipeline.RANK)
-    monkeypatch.setitem(pipeline.STAGES, "rank", stage)
+    stage = tuple(broken(write_early) if p is reuse_buffers else p for p in stages.RANK)
+    monkeypatch.setitem(stages.STAGES, "rank", stage)
     verdict = megafx.verify(model, config, example_inputs=(X,))
     assert not verdict and verdict.divergence is None
     assert "the passes of stage 'rank' change numbers" in str(verdict)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.compiler import cuda_graphs
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 
 
 class Graph:

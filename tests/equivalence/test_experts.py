@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import passes_of
 from megafx.compiler.runner import Runner
+from megafx.compiler.stages import passes_of
 from megafx.errors import MegafxError
 from megafx.kernels.experts import grouped_mlp as module
 from megafx.kernels.experts import row_units

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import megafx
-from megafx.compiler.pipeline import Compiled, compile_program, plan_only
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
 from megafx.ops.axes import AxisContext

@@ -23,8 +23,8 @@ import torch
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import EVERY_RANK, passes_of
 from megafx.compiler.runner import Runner
+from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.ir import dump
 from megafx.ir.program import VAL, active_nodes
 from megafx.testing import make_planner

@@ -14,7 +14,7 @@ from typing import Any
 import harness
 import pytest
 
-from megafx.compiler.pipeline import passes_of
+from megafx.compiler.stages import passes_of
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.testing import make_planner
 

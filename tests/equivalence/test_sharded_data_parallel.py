@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from megafx.analysis.communication import is_region_gather, is_start
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, simulate
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.ir.program import VAL
 from megafx.placements.data_axis import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.slices import shard_slices

@@ -44,7 +44,8 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
     "Plans and memory": (
         "Overrides that cannot be met, files of plans, memory budgets, recompute and offload.",
-        "megafx/planner megafx/placements passes/plan passes/recompute megafx/compiler/pipeline.py",
+        "megafx/planner megafx/placements passes/plan passes/recompute megafx/compiler/pipeline.py "
+        "megafx/compiler/choose.py",
     ),
     "Calls of a parallelized model": (
         "What is done with the model, its parameters and its outputs after `megafx.parallelize`.",

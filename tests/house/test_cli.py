@@ -13,7 +13,7 @@ import torch
 
 import megafx
 from megafx.cli import _config, _parser, _value, main
-from megafx.compiler.pipeline import pipeline
+from megafx.compiler.stages import pipeline
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.named_model import example_inputs

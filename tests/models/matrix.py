@@ -23,9 +23,10 @@ from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical
-from megafx.compiler.pipeline import EVERY_RANK, Compiled, passes_of
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.runner import Pass
 from megafx.compiler.runner import Runner as PassRunner
+from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import Program

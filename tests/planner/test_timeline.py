@@ -1,4 +1,4 @@
-"""Covers: planner/timeline.py, on pictures made by hand; what comes of it (compiler/pipeline.py `plan_only`)."""
+"""Covers: planner/timeline.py, on pictures made by hand; what comes of it (compiler/choose.py `sequence_parallel`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import zoo
 
 import megafx
-from megafx.compiler import pipeline
+from megafx.compiler import choose
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.hardware import Hardware
@@ -136,7 +136,7 @@ def planned_by_its_prices() -> tuple[Any, Any, megafx.Config, bool]:
 def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
     model, inputs, config, first = planned_by_its_prices()
     times = {"auto": (100.0, first), (not first): (100.0 * faster, not first)}
-    monkeypatch.setattr(pipeline, "_tried", lambda program, planner, passes, wanted: times[wanted])
+    monkeypatch.setattr(choose, "_planned", lambda program, planner, passes, wanted: times[wanted])
     plan = megafx.plan(model, config, example_inputs=inputs(2, 16))
     assert plan.sequence_parallel is (not first if taken else first)
     assert any("by its schedule" in note for note in megafx.explain(plan).notes) is taken

@@ -19,7 +19,8 @@ from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.call_spec import leaf_name
 from megafx.ir.program import Program

@@ -10,7 +10,8 @@ from harness import Case, promote_casts
 from torch import Tensor
 
 from megafx.checks.simulate import Logical, local_inputs, simulate
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors

@@ -18,7 +18,8 @@ from torch import fx, nn
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, relative_errors
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.pipeline import Compiled, compile_program, plan_only
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.ir.interpret import bind_inputs, input_values
 from megafx.ir.program import VAL, Program, recompute_val

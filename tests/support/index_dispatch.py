@@ -16,7 +16,7 @@ from harness import errors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.ir.program import PHASE, Program
 
 HIDDEN, FFN, EXPERTS, TOP = 6, 7, 4, 2

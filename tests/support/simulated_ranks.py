@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megafx.checkpoint.checkpoint import load_checkpoint
 from megafx.checkpoint.state import collect, finish_optimizer
 from megafx.checkpoint.storage import FLAT, FolderWriter
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.distributed.agreement import draw_seed
 from megafx.distributed.parameters import replicate_parameters, shard_like, shard_parameters
 from megafx.distributed.tensor import TPTensor

@@ -11,8 +11,9 @@ import megafx
 from megafx.analysis.lazy import only_for_lazy
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
-from megafx.compiler.pipeline import EVERY_RANK, compile_program, passes_of
+from megafx.compiler.pipeline import compile_program
 from megafx.compiler.runner import Runner
+from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import VAL, Phase, Program

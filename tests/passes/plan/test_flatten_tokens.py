@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 import megafx
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.ir.dump import target_text
 from megafx.ir.nodes import is_view
 from megafx.ir.program import TOKENS, VAL

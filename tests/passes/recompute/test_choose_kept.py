@@ -20,7 +20,7 @@ from megafx.analysis.kept import Kept, is_free, is_given, is_replayable, is_valu
 from megafx.analysis.prices import bytes_of, seconds
 from megafx.checks.simulate import Logical
 from megafx.compiler.all_ranks import run_ranks
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import in_backward, is_draw, op_name

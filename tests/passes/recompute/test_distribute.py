@@ -10,7 +10,7 @@ import torch
 from harness import Case, chosen
 
 from megafx.checks.simulate import Logical
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError
 

@@ -15,7 +15,7 @@ from torch import nn
 import megafx
 from megafx.analysis.prices import bytes_of, seconds
 from megafx.checks.simulate import Logical
-from megafx.compiler.pipeline import Compiled
+from megafx.compiler.compiled import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import in_backward

@@ -1,0 +1,87 @@
+"""Choices between compiles or plans: each candidate is tried on a copy of the program, quietly, and the best is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megafx.compiler.compiled import Compiled
+from megafx.compiler.runner import Pass, PassRecord, Runner
+from megafx.compiler.stages import runner_of
+from megafx.errors import PlanError
+from megafx.ir.program import Program
+from megafx.planner.context import Planner
+from megafx.planner.timeline import LEAST_GAIN
+
+# Of the device's memory, what is left to the CUDA context, NCCL's buffers and blocks that do not fit together.
+MARGIN = 0.06
+
+
+class Trial(NamedTuple):
+    """What passes made of a copy. records: what each did."""
+
+    program: Program
+    planner: Planner
+    records: list[PassRecord]
+
+
+def tried(program: Program, planner: Planner, passes: Sequence[Pass], *, stops: bool = False, **settings: Any) -> Trial:
+    """Run passes on copies of both; nothing is logged or dumped. settings: fields of the planner that differ. stops: as of
+    `runner_of`. Raises what the passes raise."""
+    made, own = program.copy(), copy.copy(planner)
+    for name, value in settings.items():
+        setattr(own, name, value)
+    return Trial(made, own, runner_of(own, quiet=True, stops=stops).run(made, passes))
+
+
+def fitting(program: Program, planner: Planner, passes: Sequence[Pass], runner: Runner) -> Compiled:
+    """The program with the largest budget whose predicted peak the device has room for, with AdamW's moments.
+
+    passes: those that a budget changes. runner: has run the passes before. Raises PlanError where none fits.
+    """
+    assert planner.device_bytes is not None
+    room, peaks = int((1 - MARGIN) * planner.device_bytes), []
+    for tenths in range(10, -1, -1):
+        config = planner.config.replace(activation_memory_budget=tenths / 10)
+        try:
+            made, own, _ = tried(program, planner, passes, stops=True, config=config, fits=True)
+        except PlanError:
+            break
+        peaks.append(Compiled(made, own).memory().peak)
+        if peaks[-1] <= room:
+            return Compiled(made, own, runner)
+    least = min(peaks) / 2**30
+    raise PlanError(
+        f"the model does not fit: {room / 2**30:.1f} GiB are to be had, and the least that a step takes is {least:.1f} GiB",
+        fix="more tensor-parallel ranks, sequence_parallel=True, data_parallel='fsdp', or a smaller batch",
+    )
+
+
+def sequence_parallel(program: Program, planner: Planner, passes: Sequence[Pass]) -> bool | str:
+    """What to plan with instead of 'auto': the layout that the solver takes, by its sum of costs, or the other one, if its
+    schedule is shorter. passes: those that plan."""
+    wanted = planner.config.sequence_parallel
+    free = planner.given is None and not planner.config.passes and planner.config.planner_policy != "free"
+    if wanted != "auto" or planner.t == 1 or not free:
+        return wanted
+
+    chosen = _planned(program, planner, passes, wanted)
+    other = None if chosen is None else _planned(program, planner, passes, not chosen[1])
+    if chosen is None or other is None or chosen[1] == other[1] or other[0] > (1 - LEAST_GAIN) * chosen[0]:
+        return wanted
+    times = f"{other[0]:.0f} us by its schedule, against {chosen[0]:.0f} us"
+    program.note("plan", f"sequence parallelism is {'on' if other[1] else 'off'}: a step takes {times}")
+    return other[1]
+
+
+def _planned(
+    program: Program, planner: Planner, passes: Sequence[Pass], wanted: bool | str
+) -> tuple[float, bool] | None:
+    """(microseconds of a step by its schedule, whether ranks share tokens) of a plan; None where there is none."""
+    config = planner.config.replace(sequence_parallel=wanted)
+    try:
+        plan = tried(program, planner, passes, config=config, agree=None, keeps_problem=False).planner.solved
+    except PlanError:
+        return None
+    return plan.step_us, plan.sequence_parallel

@@ -1,0 +1,128 @@
+"""A graph that is the same on every rank, as compiled: what a rank runs of it, its memory and its communication."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megafx.analysis.communication import Communication, collective_nodes, communication
+from megafx.analysis.memory import Memory, memory
+from megafx.capture.prepare import alone
+from megafx.compiler.executable import Executable
+from megafx.compiler.gathered_parameters import GatheredParameters
+from megafx.compiler.runner import Runner
+from megafx.compiler.stages import passes_of, runner_of, since
+from megafx.ir.program import RECOMPUTE, VAL, Program
+from megafx.ops.axes import AxisContext, on_mesh
+from megafx.passes.communicate.add_pending import add_pending
+from megafx.passes.lower.partition import partition
+from megafx.passes.lower.regather import regather
+from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.schedule_offload import schedule_offload
+from megafx.planner.context import Gradients, Planner
+from megafx.planner.plan import Plan
+
+
+class Pending(NamedTuple):
+    """A gradient of earlier calls that a backward graph takes: this rank's, as the graph makes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Compiled:
+    """One graph of a model, the same on every rank. program: lowered, joint where gradients are taken."""
+
+    program: Program
+    planner: Planner
+    runner: Runner | None = None  # which has run its passes so far
+
+    @property
+    def plan(self) -> Plan:
+        return self.planner.solved
+
+    @property
+    def wrt(self) -> list[int]:
+        """Indices of inputs whose gradients the program gives."""
+        names = {spec.name: i for i, spec in enumerate(self.program.inputs) if spec.kind in ("param", "user")}
+        return [names[spec.name] for spec in self.program.outputs if spec.kind == "gradient"]
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Indices of outputs that bring a tangent."""
+        names = [spec.name for spec in self.program.outputs]
+        return [names.index(spec.name) for spec in self.program.inputs if spec.kind == "tangent"]
+
+    def executable(self, gathered: GatheredParameters | None = None) -> Executable:
+        """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
+        program = self.program.copy()
+        made = _executable(program, self.planner, self.runner or runner_of(self.planner, "lowered"), gathered)
+        self.program.notes += [note for note in program.notes if note not in self.program.notes]
+        wanted = self.planner.config.cuda_graphs
+        if wanted is False:
+            return made
+        note = partial(self.program.note, "cuda graphs")
+        if not torch.cuda.is_available():
+            note("calls run op by op: there is no CUDA device")
+        elif self.planner.config.cpu_offloading:
+            note("calls run kernel by kernel: copies of cpu_offloading are on streams of their own")
+        else:
+            made = made.recorded(wanted is True, note)
+        return made
+
+    def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
+        """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
+        program, planner = self.program.copy(), replace(self.planner, axes=axes)
+        runner_of(planner, "lowered", quiet=True).run(program, passes_of(planner, "rank"))
+        return program
+
+    def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
+        """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`), and the
+        gradients that it takes in addition."""
+        assert self.program.before_reduction is not None
+        program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
+        runner = runner_of(planner, "before_reduction")
+        with alone():
+            runner.run(program, since(add_pending, passes_of(planner, "communication")))
+        made = _executable(program, planner, runner)
+        late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
+        return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
+
+    def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
+        """Predicted memory of one rank, as `analysis.memory.memory` says."""
+        program = self.program.copy()
+        for step in (partition, schedule_offload, regather, reuse_buffers):
+            step(program, self.planner)
+        with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
+            return memory(program, optimizer, held)
+
+    def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
+        """Every collective of one step, those that backward repeats included. sizes: of the axes other than the plan's."""
+        if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
+            return communication(self.program, self.plan.t, sizes)
+        program = self.program.copy()
+        partition(program, self.planner)
+        regather(program, self.planner)
+        assert program.partition is not None
+        found = []
+        for direction, part in (("forward", program.partition.forward), ("backward", program.partition.backward)):
+            if part is not None:
+                made = communication(replace(program, gm=part), self.plan.t, sizes)
+                found += [replace(c, direction=direction) for c in made]
+        return found
+
+
+def _executable(
+    program: Program, planner: Planner, runner: Runner, gathered: GatheredParameters | None = None
+) -> Executable:
+    with alone():
+        runner.run(program, passes_of(planner, "rank"))
+    axes = planner.axes
+    return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
