@@ -122,7 +122,7 @@ def triton_checks():
             step = b.abs() * (0.126 if format == "e4m3" else 0.251) + 2.0**-8
             assert (((a - b).abs() <= step) | (2 * a == b)).all()
 
-    shapes = [(5, 37), (70, 130), (1, 16), (129, 64)]
+    shapes = [(5, 37), (70, 130), (1, 16), (129, 64)] + ([(512, 1024)] if DEVICE == "cuda" else [])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in shapes:
             x = (torch.randn(shape) * 3).to(DEVICE, dtype)
@@ -162,7 +162,8 @@ def library_checks():
 
     for m, n, k in ((64, 48, 32), (17, 33, 50), (128, 256, 512)):
         for kept in (-1, 0):
-            for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)):
+            # Hopper's tensor cores keep fewer bits of a sum than fp32 has.
+            for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 5e-4)):
                 for format in ("e4m3", "e5m2"):
                     a, _, sa = cast(torch.randn(m, k, device=DEVICE), kept, format)
                     b, _, sb = cast(torch.randn(n, k, device=DEVICE), kept)
