@@ -132,10 +132,10 @@ class CallSpec:
     decided: tuple[sympy.Basic, ...] = ()
     names: Mapping[sympy.Symbol, str] = field(default_factory=dict)
     parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
     listing: Any = field(default=None, compare=False, repr=False)
     proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
     state: PythonState = field(default_factory=PythonState, compare=False, repr=False)
-    written: tuple[str, ...] = ()
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(

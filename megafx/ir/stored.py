@@ -228,7 +228,8 @@ class Writer:
 
     def _call(self, call: CallSpec) -> Any:
         parts = [call.leaves, call.out_spec, call.out_leaves, dict(call.ranges), call.conditions, call.decided]
-        return [*map(self, parts), self(dict(call.names)), self(dict(call.parts)), self(call.listing)]
+        parts += [dict(call.names), dict(call.parts), call.written, call.listing]
+        return [*map(self, parts)]
 
     def sizes(self, sizes: Sizes) -> Any:
         primes = [[self(expr), prime] for expr, prime in sizes._prime_of.items()]

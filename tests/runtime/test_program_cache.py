@@ -114,6 +114,16 @@ def test_other_sizes_are_served_by_the_same_entry(project):
     assert torch.equal(loss, project.run(rows=7, cache=False)[1])
 
 
+def test_arguments_that_forward_writes_into(project):
+    project.write(SOURCE.replace("h = self.act(", "x.mul_(2), self.table.add_(1)\n        h = self.act("))
+    for did in ("written", "read"):
+        model, x = project.module.Net(), torch.ones(4, 6)
+        parallel = megafx.parallelize(model, megafx.Config())
+        parallel(x, x.clone())
+        assert parallel.megafx.cached == did
+        assert (float(x[0, 0]), float(model.table[0])) == (2.0, 1.0)
+
+
 def test_a_batch_of_one(tmp_path, monkeypatch):
     """The graph serves it once the model was found to compute the same there: the entry says so."""
     monkeypatch.setenv("MEGAFX_CACHE", str(tmp_path / "cache"))
