@@ -209,7 +209,7 @@ class BoundGraph:
         found = self._results(outputs, user)
         if step is not None and self.siblings:
             pairs = zip(self.user_outputs, found, strict=True)
-            step.watched = [watch(i, self.siblings[i], x) for i, x in pairs if i in self.siblings and x is outputs[i]]
+            step.watched = watch({i: x for i, x in pairs if i in self.connected and x is outputs[i]}, self.siblings)
         results = compiled.spec.unflatten(found)
         return give_back(results, call.caches, compiled.spec.state, written)
 

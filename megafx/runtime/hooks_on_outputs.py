@@ -11,9 +11,11 @@ in eager mode, with the hooks on its own values (gradients_of_gradients.py).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,8 +41,8 @@ class Waiting(OrderedDict[int, Any]):
         super().__delitem__(key)
 
     def clear(self) -> None:
-        self.hooks.clear()
-        super().clear()
+        for key in [*self.hooks]:
+            del self[key]
 
     def retains(self) -> bool:
         output = self.output()  # one that was changed in place is another value
@@ -64,11 +66,69 @@ class Waiting(OrderedDict[int, Any]):
         return OrderedDict()
 
 
-def watch(index: int, name: str, output: Tensor) -> Waiting:
-    """Let hooks on an output wait from now on."""
-    table = Waiting(index, name, output)
-    output._backward_hooks = table
-    return table
+def watch(outputs: Mapping[int, Tensor], names: Mapping[int, str]) -> list[Waiting]:
+    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients; names: of those to be watched."""
+    arrived = Arrived()
+    for index, output in outputs.items():
+        if index not in names:
+            output.register_hook(arrived.at(index))
+    tables = []
+    for index, output in outputs.items():
+        if index in names:
+            table = Waiting(index, names[index], output)
+            OrderedDict.__setitem__(table, _OURS, arrived.at(index, names[index], table.output))
+            output._backward_hooks = table
+            assert output.grad_fn is not None
+            output.grad_fn._register_hook_dict(output)
+            tables.append(table)
+    return tables
+
+
+_OURS = -1  # no hook of a user has this key
+
+
+class Arrived:
+    """Which outputs of a call have got a gradient in a run of autograd. In one that differentiates with respect to an output,
+    what comes to it by way of other ones would be left out: autograd need not call the function that all are results of."""
+
+    def __init__(self) -> None:
+        self.run, self.at_outputs = -1, set[int]()
+
+    def at(
+        self, index: int, name: str = "", watched: weakref.ref[Tensor] | None = None
+    ) -> Callable[[Tensor | None], None]:
+        """The hook of one output; the watched ones come last."""
+
+        def hook(gradient: Tensor | None) -> None:
+            if self.run != (run := torch._C._current_graph_task_id()):
+                self.run = run
+                self.at_outputs.clear()
+            if gradient is None:
+                return
+            self.at_outputs.add(index)
+            output = None if watched is None or len(self.at_outputs) == 1 else watched()
+            if output is not None and _is_differentiated_by(output):
+                raise UsageError(
+                    f"torch.autograd.grad with respect to the output '{name}', of what depends on it by way of other "
+                    "outputs of the same call, too: that part of the gradient would be left out",
+                    fix=f"call {name}.retain_grad(), and backward() in place of torch.autograd.grad",
+                )
+
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
+        return hook
+
+
+def _is_differentiated_by(output: Tensor) -> bool:
+    """Whether a torch.autograd.grad that runs has this tensor among its inputs. (On a GPU hooks run in autograd's threads.)"""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is torch.autograd.grad.__code__:
+                given = at.f_locals.get("inputs", ())
+                if any(x is output for x in (given if isinstance(given, (tuple, list)) else (given,))):
+                    return True
+            at = at.f_back
+    return False
 
 
 def called_for(watched: Sequence[Waiting], tangents: dict[int, Any]) -> list[Waiting]:

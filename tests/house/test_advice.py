@@ -19,6 +19,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "forward writes into its argument '<own>', which s": "loop/situations/loop_written_arguments.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",
     "fp8 on <name>: its products need <needed>": "passes/backward/test_scaled_products.py",
+    "torch.autograd.grad with respect to the output '": "loop/situations/loop_hooks_on_outputs.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [

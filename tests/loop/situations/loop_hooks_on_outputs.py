@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from loop import Loop, situation
 from loop_hooks import Net, ids
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from megafx.errors import UsageError
 
 RETAINED = "https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94"
 HOOKED = "https://github.com/pytorch/pytorch/issues/598"
@@ -66,3 +69,24 @@ def hooks_on_outputs_change_and_record_gradients(loop: Loop) -> None:
         loop.see(x=x.grad)
     loop.see(seen=seen)
     loop.see_gradients(model)
+
+
+@situation("https://discuss.pytorch.org/t/calculating-the-gradient-of-the-loss-with-respect-to-logits/100912")
+def gradients_with_respect_to_an_output(loop: Loop) -> None:
+    """Of what depends on it directly: as in eager mode. By way of the loss, too: refused; the advice is followed."""
+    model = loop.model(WithLoss())
+    for parameters in ([], [*model.parameters()][:1]):
+        tokens = ids()
+        out = model(tokens)
+        loop.see(alone=torch.autograd.grad(out["logits"].square().sum(), out["logits"])[0])
+        both = out["loss"] + out["logits"].square().mean()
+        if loop.eager:
+            wanted = torch.autograd.grad(both, [out["logits"], *parameters])[0]
+        else:
+            with pytest.raises(UsageError, match=r"call logits.retain_grad\(\), and backward\(\) in place"):
+                torch.autograd.grad(both, [out["logits"], *parameters], retain_graph=True)
+            out = model(tokens)
+            out["logits"].retain_grad()
+            (out["loss"] + out["logits"].square().mean()).backward()
+            wanted = out["logits"].grad
+        loop.see(wanted=wanted)
