@@ -12,9 +12,9 @@ After:   %a = transition(fp8_amax(%s), M -> R)                       # the large
 Legal because: the user asked for the rounding. It is the same at every degree: scales are maxima, whose order does not matter,
 a cast is elementwise, so that a gather of casts is the cast of a gather, and what is summed is as wide as without FP8.
 
-Each value is cast once for each way of scaling, whoever reads it; weights once in forward and once in backward, since a copy
-that is kept would take a byte for each parameter. 'tensorwise': one scale a matrix. 'rowwise': one for each row along the
-summed dim, so that the three products of a linear read each operand with two sets of scales.
+Each value is cast once for each way of scaling, whoever reads it. Weights, and outputs of activations that backward makes
+again, are cast once in forward and once in backward: a copy that is kept would take a byte of each element. 'tensorwise': one
+scale a matrix. 'rowwise': one for each row along the summed dim, so that products read each operand with two sets of scales.
 Left as they are, with a note: what is outside of layers (embedding, head), the first and last layers by option, routers (whose
 result decides), and products whose gradient is partial, which cannot be cast before it is summed. Megatron's options:
 `fp8`, `fp8_recipe`, `fp8_wgrad`, `first_last_layers_bf16`.
@@ -32,7 +32,8 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
-from megafx.ir.nodes import in_backward, op_name
+from megafx.ir.facts import declared
+from megafx.ir.nodes import RESHAPES, behind, in_backward, op_name
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
@@ -112,6 +113,7 @@ class _Scaler:
         self.program, self.config, self.t = program, planner.config, planner.t
         self.axis, self.stored = (planner.solved.axis, planner.solved.params) if planner.t > 1 else ("tp", {})
         self.sizes = SizeEmitter(program.graph, program.sizes)
+        self.again = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
         self.rowwise = self.config.fp8_recipe == "rowwise"
         self.gradients = "e5m2" if self.config.fp8 == "hybrid" else "e4m3"
         self.changes = 0
@@ -216,16 +218,22 @@ class _Scaler:
         """Which values its products read as they are, and which transposed."""
         self.read["plain"] |= {linear.x, *(dgrad.args[0] for dgrad in linear.dgrads)}  # type: ignore[arg-type]
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
-            self.read["turned"] |= {linear.x, wgrad.args[0].args[0]}  # type: ignore[arg-type,union-attr]
+            self.read["turned"].add(wgrad.args[0].args[0])  # type: ignore[arg-type,union-attr]
+            if not self._made_again(linear.x):
+                self.read["turned"].add(linear.x)
 
-    def cast_weight(self, weight: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
-        """A weight in FP8 for one product, in front of it: transposed in backward."""
+    def _made_again(self, x: fx.Node) -> bool:
+        """Whether backward makes the value again (`recompute_activations`), so that a cast that is kept would cost memory."""
+        return self.config.recompute_activation_func and str(behind(x, RESHAPES).target) in self.again
+
+    def cast_here(self, value: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
+        """A forward value in FP8 for one product, in front of it: transposed in backward, which then keeps nothing for it."""
         late = in_backward(before)
-        key = (weight, kept, late)
+        key = (value, kept, late)
         if key not in self.casts:
             build = Builder(self.program, before, before, NAME)
-            found = self._largest(build, weight, weight, placement, kept)
-            made = build(quantize, weight, found, kept, "e4m3", False, not late, late)
+            found = self._largest(build, value, value, placement, kept)
+            made = build(quantize, value, found, kept, "e4m3", False, not late, late)
             q, qt, scale = (build(operator.getitem, made, i) for i in range(3))
             self.casts[key] = _Cast(None if late else q, qt if late else None, scale, "e4m3")
         return self.casts[key]
@@ -314,7 +322,7 @@ class _Scaler:
         x_held, w_held, y_held = self.placement(linear.x), self.placement(linear.weight), self.placement(product)
         dy_held = R if y_held == P else y_held
         x = self.cast(linear.x, x_held, over_rows, "e4m3", product)
-        w = self.cast_weight(linear.weight, w_held, over_rows, product)
+        w = self.cast_here(linear.weight, w_held, over_rows, product)
         y = self._product(product, x.q, w.q, x, w)
         if linear.bias is not None:
             build = Builder(self.program, product, product, NAME)
@@ -324,11 +332,16 @@ class _Scaler:
         product.replace_all_uses_with(y)
         for dgrad in linear.dgrads:
             dy = self.cast(dgrad.args[0], dy_held, over_rows, self.gradients, dgrad)  # type: ignore[arg-type]
-            w = self.cast_weight(linear.weight, w_held, over_columns, dgrad)
+            w = self.cast_here(linear.weight, w_held, over_columns, dgrad)
             dgrad.replace_all_uses_with(self._product(dgrad, dy.q, self.turned(w, dgrad), dy, w))
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
             dy = self.cast(wgrad.args[0].args[0], dy_held, over_columns, self.gradients, wgrad)  # type: ignore[arg-type,union-attr]
-            x = self.cast(linear.x, x_held, over_columns, "e4m3", product)
+            again = self._made_again(linear.x)
+            x = (
+                self.cast_here(linear.x, x_held, over_columns, wgrad)
+                if again
+                else self.cast(linear.x, x_held, over_columns, "e4m3", product)
+            )
             made = self._product(wgrad, self.turned(dy, wgrad), self.turned(x, wgrad), dy, x)
             wgrad.replace_all_uses_with(made)
 

@@ -57,6 +57,27 @@ def real_ranks_are_compared_with_eager() -> None:
         assert texts[0] == texts[1]
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Net() for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)["y"]
+        return {"loss": x.square().mean(), "y": x}
+
+
+@check(2)
+def fp8_on_real_ranks_is_that_of_one() -> None:
+    """Scales are the largest over the ranks: with those of a rank alone the numbers would be 1% off."""
+    for recipe in ("tensorwise", "rowwise"):
+        config = megafx.Config(fp8="hybrid", fp8_recipe=recipe, first_last_layers_bf16=False)  # type: ignore[arg-type]
+        x = torch.randn(3, 5, 6, dtype=torch.float64)
+        verdict = megafx.verify(Layers().double(), config, example_inputs=x, on_ranks=True)
+        assert verdict and verdict.reference == "megafx at t=1" and verdict.tolerance == 1e-10, str(verdict)
+
+
 @check(2, seed=0)
 def a_wrong_graph_on_real_ranks_is_found() -> None:
     config = megafx.Config(passes=[("after canonicalize", doubled)], bias_activation_fusion=False)

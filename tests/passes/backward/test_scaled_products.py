@@ -28,7 +28,7 @@ from megafx.kernels.fp8.quantize import FORMATS
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.communicate.expand_transitions import expand_transitions
-from megafx.placements.types import I, Layout, Placement, S
+from megafx.placements.types import I, Layout, Placement, R, S
 from megafx.testing import make_planner
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -179,6 +179,66 @@ def test_gradients_of_weights_stay_as_they_are_by_option() -> None:
     assert [n.meta["val"].dtype for n in gathers] == [torch.float64]  # x is gathered once, for both
 
 
+def left(function: Any, product: Placement = I, t: int = 1, **values: Tensor) -> list[str]:
+    """What is said of a function of x and layers.0.up.weight, of which nothing is to be scaled."""
+    program = local_program(function, {"x": torch.randn(6, 8), "layers.0.up.weight": nn.Parameter(torch.randn(4, 8))})
+    for node in program.graph.nodes:
+        if node.target is aten.mm.default:
+            node.meta |= {FQN: "layers.0.up", PLACEMENT: product}
+    differentiate(program, [0, 1], [0])
+    planner: Any = make_planner(t, Config(**EVERY))
+    planner.plan = SimpleNamespace(axis="tp", params={"layers.0.up.weight": product}, t=t)
+    before = str(program.graph)
+    assert scaled_products(program, planner) == 0 and str(program.graph) == before
+    return [note.message for note in program.notes if note.topic == "fp8"]
+
+
+def test_a_router_is_left() -> None:
+    def route(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (torch.mm(x, w.t()).softmax(-1).topk(2).values,)
+
+    assert left(route) == ["left in float32: its result decides (topk)"]
+
+
+def test_a_linear_that_every_rank_computes_is_left() -> None:
+    (said,) = left(lambda x, w: (torch.mm(x, w.t()),), R, T)
+    assert said == (
+        "left in float32: every rank computes all of it, so that its gradient is a sum over ranks yet to be made"
+    )
+
+
+def test_values_that_several_linears_read_are_cast_once() -> None:
+    """And a bias is added to what is summed; products of three linears on one x find the gradients that are theirs."""
+    names = ("layers.0.q.weight", "layers.0.k.weight", "layers.0.v.weight")
+    values: dict[str, Any] = {"x": torch.randn(6, 8).double()}
+    values |= {name: nn.Parameter(torch.randn(4, 8).double()) for name in names}
+    values["bias"] = nn.Parameter(torch.randn(4).double())
+
+    def function(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return torch.addmm(bias, x, q.t()), torch.mm(x, k.t()), torch.mm(x, v.t())
+
+    program = local_program(function, values)
+    products = [n for n in program.graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
+    for node, name in zip(products, names, strict=True):
+        node.meta[FQN] = name.removesuffix(".weight")
+    differentiate(program, [0, 1, 2, 3, 4], [0, 1, 2])
+    assert scaled_products(program, make_planner(1, Config(**EVERY))) == 9
+    targets = [n.target for n in program.graph.nodes]
+    # x and three gradients once each; a weight in forward and, from the same largest magnitude, in backward
+    assert (targets.count(mfx.fp8_quantize.default), targets.count(mfx.fp8_amax.default)) == (1 + 3 + 6, 1 + 3 + 3)
+    tangents = {str(i): torch.randn(6, 4).double() for i in range(3)}
+    found = run_logical(program, {**values, **tangents}, {}, 1)
+    x, dx = emulated(values["x"], "e4m3", None), 0.0
+    for i, name in enumerate(names):
+        w, dy = emulated(values[name].detach(), "e4m3", None), emulated(tangents[str(i)], "e5m2", None)
+        y = x @ w.t() + (values["bias"].detach() if i == 0 else 0)
+        torch.testing.assert_close(found.outputs[str(i)], y, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.gradients[name], dy.t() @ x, rtol=1e-10, atol=1e-10)
+        dx = dx + dy @ w
+    torch.testing.assert_close(found.gradients["x"], dx, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.gradients["bias"], tangents["0"].sum(0), rtol=1e-10, atol=1e-10)
+
+
 # -- whole models
 
 
@@ -247,6 +307,18 @@ def test_the_report_says_what_runs_in_fp8_and_why_the_rest_does_not() -> None:
         "left in float32: linear_cross_entropy_forward has no form in FP8",
     ):
         assert wanted in report, report
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_no_more_is_kept_for_backward_than_without(recipe: str) -> None:
+    saved = []
+    for options in ({}, {**EVERY, "fp8_recipe": recipe}):
+        torch.manual_seed(0)
+        config = Config(hardware="h100-nvlink", **options)
+        model = megafx.parallelize(Model(256, 2).bfloat16(), config, example_inputs=batch(64))
+        model(*batch(64)).backward()
+        saved.append(megafx.explain(model).memory("adamw").saved)
+    assert saved[1] <= saved[0]
 
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
