@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd as autograd
+from torch._export.passes import replace_set_grad_with_hop_pass as grad_modes
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
@@ -51,6 +52,7 @@ from megafx.capture.functions import (
     checkpointing_of_capture,
     classes_bound_early,
 )
+from megafx.capture.grad_modes import CHANGES, changes_grad_mode
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
@@ -191,6 +193,9 @@ def replacements(
 
     why = "of a node's stack trace the user's line is kept alone: the whole stack takes an eighth of a capture"
     table += [Replacement(TracerBase, "create_node", _with_user_line, why)]
+
+    why = "torch loses torch.no_grad() within autocast: it overlooks the grad mode behind the autocast that it has put there"
+    table += [Replacement(grad_modes, CHANGES, lambda old: changes_grad_mode, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
