@@ -35,7 +35,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_map, tree_structure
 
-from megafx.capture.grad_modes import contexts_as_bodies
 from megafx.checks.simulate import Logical, relative_error, run_logical
 from megafx.compiler.runner import Pass, PassFunction, Runner
 from megafx.config import Config
@@ -385,7 +384,6 @@ def canonical(fn: Callable[..., Any], **values: str) -> Program:
 
     with plain_modes():
         gm = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*fakes)
-        gm = contexts_as_bodies(gm)
     program: Program = maker.program
     program.gm, program.inputs, program.phase = gm, inputs, Phase.CAPTURED
     for node in gm.graph.nodes:

@@ -12,6 +12,7 @@ given is traced as if called directly, and its nodes are marked (ir.REGION): `ch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,11 +26,13 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megafx.capture.code_names import chains, codes
 from megafx.errors import CaptureError
 from megafx.ir.source_lines import current_user_line
 from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
+_NUMBERS = (None, 0.25, 2.0)  # limits and scales are above 0; None: made-up ones, also below
 _OURS = ("torch.", "megafx.")
 _REGION = "megafx_region"
 BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
@@ -96,8 +99,11 @@ class Applied:
     (`relu = MyRelu.apply`) is not looked up again, so such a call is seen where it reaches the class's `forward`.
     """
 
-    def __init__(self, note: Callable[[str], None], regions: Regions) -> None:
-        self.note, self.regions, self.busy = note, regions, False
+    def __init__(
+        self, note: Callable[[str], None], regions: Regions, inlined: Callable[[type[Function]], None]
+    ) -> None:
+        """inlined: is called with each Function whose operations are traced, and whose backward is not run any more."""
+        self.note, self.regions, self.inlined, self.busy = note, regions, inlined, False
 
     def apply(self, cls: type[Function], *args: Any) -> Any:
         """What replaces `APPLY_OF`."""
@@ -127,7 +133,10 @@ class Applied:
             return plain()
         self.busy = True
         try:
-            if not differentiated or same_gradient(cls, args):
+            if not differentiated:
+                return plain()
+            if not has_effects(cls.backward) and same_gradient(cls, args):
+                self.inlined(cls)
                 return plain()
             if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
                 raise CaptureError(
@@ -137,8 +146,8 @@ class Applied:
                     fix="call the function itself; torch.utils.checkpoint is left out by itself",
                 )
             self.note(
-                f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, or could not "
-                "be compared with it: its own code runs on every rank, on whole tensors"
+                f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, does more "
+                "than compute, or could not be compared with it: its own code runs on every rank, on whole tensors"
             )
             return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
         finally:
@@ -177,16 +186,36 @@ def checkpointing_of_capture(note: Callable[[str], None], regions: Regions) -> C
     return generator
 
 
+_CHANGES = ("append", "extend", "add", "update", "insert", "pop", "clear", "setdefault")
+_TELLS = ("write", "print", "log", "debug", "info", "warning", "warn", "error")
+
+
+def has_effects(function: Any) -> bool:
+    """True if a function's code may do more than compute: it assigns to attributes, globals or variables of enclosing
+    functions, or calls what changes containers, prints or logs."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    kinds = {kind for part in codes(code) for kind, _ in chains(part)}
+    named = {name for part in codes(code) for name in part.co_names}
+    return not (_STORED.isdisjoint(kinds) and named.isdisjoint((*_CHANGES, *_TELLS)))
+
+
+_STORED = frozenset(["stored", "freed", "assigned"])
+
+
 def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
     """Whether, for made-up arguments like these, `backward` gives what autograd gives for the operations of `forward`."""
     leaves, spec = pytree.tree_flatten(args)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     state = torch.get_rng_state()
+    numbers = _NUMBERS if any(x.numel() == 1 and x.is_floating_point() for x in tensors) else (None,)
     try:
-        for seed, spread in enumerate((0.0, 1.0, 30.0)):  # powers of e
+        for (seed, spread), number in itertools.product(enumerate((0.0, 1.0, 30.0)), numbers):  # powers of e
             found = []
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-                values = [_spread(x, spread, seed) for x in made_up(tensors, MADE_UP[0])]
+                made = made_up(tensors, MADE_UP[0], seed % 2)  # indices and truth values of both kinds, too
+                values = [_single(_spread(x, spread, seed), number) for x in made]
                 for call in (function.apply, lambda *a: _forward(function, a)):
                     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
                     given = iter(inputs)
@@ -203,6 +232,10 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
     finally:
         torch.set_rng_state(state)
     return True
+
+
+def _single(x: Tensor, number: float | None) -> Tensor:
+    return x if number is None or x.numel() != 1 or not x.is_floating_point() else torch.full_like(x, number)
 
 
 def _spread(x: Tensor, spread: float, seed: int) -> Tensor:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd as autograd
-from torch._export.passes import replace_set_grad_with_hop_pass as grad_modes
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
@@ -52,7 +51,6 @@ from megafx.capture.functions import (
     checkpointing_of_capture,
     classes_bound_early,
 )
-from megafx.capture.grad_modes import CHANGES, changes_grad_mode
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
@@ -162,7 +160,8 @@ def replacements(
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
     regions = Regions()
-    applied = Applied(note, regions)
+    reads = reads or Reads(model)
+    applied = Applied(note, regions, reads.look_through_class)
     table += [Replacement(APPLY_OF, "apply", lambda old: classmethod(applied.apply), why)]
     table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]
 
@@ -193,9 +192,6 @@ def replacements(
 
     why = "of a node's stack trace the user's line is kept alone: the whole stack takes an eighth of a capture"
     table += [Replacement(TracerBase, "create_node", _with_user_line, why)]
-
-    why = "torch loses torch.no_grad() within autocast: it overlooks the grad mode behind the autocast that it has put there"
-    table += [Replacement(grad_modes, CHANGES, lambda old: changes_grad_mode, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
@@ -243,7 +239,6 @@ def replacements(
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
 
-    reads = reads or Reads(model)
     why = "what forward reads and writes of Python objects is noted, for a graph serves calls with the same state alone"
     table.append(Replacement(nn.Module, "__getattribute__", reads.getattribute, why))
     table.append(Replacement(nn.Module, "__setattr__", reads.setattribute, why))

@@ -31,7 +31,7 @@ from torch import nn
 
 from megafx.capture.code_names import chains, codes
 from megafx.capture.layerdrop import names_of
-from megafx.errors import CaptureError, SourceLine
+from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
 from megafx.ir.source_lines import is_user_file, line_of
 from megafx.ops.eager_call import in_eager_code
@@ -385,6 +385,12 @@ class Reads:
             for name in part.co_names if cls is not None else ():
                 self._note_of_class(cls, name, line)
 
+    def look_through_class(self, cls: type, *names: str) -> None:
+        """As `_look_through`, of the methods that code calls without naming them, and of those named."""
+        for name in ("__init__", "__call__", "forward", "backward", "setup_context", *names):
+            method = vars(cls).get(name)
+            self._look_through(getattr(method, "__func__", method), cls)
+
     def _note_named(self, code: types.CodeType, names: dict[str, Any], where: str, line: SourceLine) -> None:
         """Code asks for names by strings, in the globals of a module: those of its strings that may be meant."""
         for name in code.co_consts:
@@ -433,9 +439,8 @@ class Reads:
             if rest and not library and isinstance(getattr(value, rest[0], None), (*PLAIN, list, dict, tuple, set)):
                 at = Place(value, rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(value), rest[0]), at, at.get())
-            for name in ("__init__", "__call__", "forward", *rest[:1]):
-                method = None if library else vars(value).get(name)
-                self._look_through(getattr(method, "__func__", method), value)
+            if not library:
+                self.look_through_class(value, *rest[:1])
             return
         if isinstance(value, types.FunctionType):
             if not _is_looked_at(value.__code__.co_filename):
@@ -666,9 +671,38 @@ def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str
                 word in name for word in ("state", "seed")
             ):
                 table.append((module, name, _refusing(reads, f"a random number of {shown}"), why))
+    why = "a graph draws from the seed of its step"
+    for owner, names in ((torch, _SEEDS), (torch.random, _SEEDS), (torch.cuda, _SEEDS_OF_CUDA)):
+        table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
     table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
     table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
     return table
+
+
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+_SEEDS_OF_CUDA = ("manual_seed", "manual_seed_all", "set_rng_state")
+
+
+def _refusing_seeds(reads: Reads, name: str) -> Callable[[Any], Any]:
+    def of(old: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+            line = line_of(frame, walk=False)
+            if not reads.on or in_eager_code() or line is None or not _is_looked_at(line.file):
+                return old(*args, **kwargs)
+            module = reads.names.get(id(frame.f_locals.get("self")))
+            fix = "draw the numbers before the call, and give them to forward or keep them in a buffer"
+            raise CaptureError(
+                f"forward sets the state of torch's generator ({name}): a graph draws from the seed of its step, and would "
+                "have other numbers at each call",
+                module=module,
+                source=line,
+                fix=or_leave_eager(fix, module),
+            )
+
+        return refusing
+
+    return of
 
 
 def _refusing(reads: Reads, what: str) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -146,9 +146,15 @@ def differing(tensors: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     return [n for (n, _), same in zip(real, (hashes == hashes[0]).all(0), strict=True) if not same]
 
 
-def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
-    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names."""
+def agree_on_weights(
+    model: nn.Module, group: dist.ProcessGroup | None, added: Collection[str] | None = None
+) -> list[str]:
+    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names.
+
+    added: names of parameters, where only these are compared.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
+    named = [(n, x) for n, x in named if added is None or n in added]
     tensors = {n: x._local_tensor if isinstance(x, TPTensor) else x for n, x in named}
     different = differing([*tensors.items()], group)
     with torch.no_grad():

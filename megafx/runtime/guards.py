@@ -151,10 +151,13 @@ _TABLES_OF = operator.itemgetter(*HOOK_TABLES)
 _OF_ALL = [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
 
 
+Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
 class DirectCall:
     """The forward of a submodule that holds shards: the module's own during capture, a graph otherwise.
 
-    run(fqn, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
+    run(fqn, module, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
     """
 
     def __init__(
@@ -162,14 +165,14 @@ class DirectCall:
         fqn: str,
         module: nn.Module,
         open_now: Callable[[], bool],
-        run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any],
+        run: Run,
     ) -> None:
         functools.update_wrapper(self, module.forward)  # its signature is asked for (generate does)
-        self.fqn, self.open_now, self.run = fqn, open_now, run
+        self.fqn, self.open_now, self.run, self.module = fqn, open_now, run, weakref.ref(module)
         self.own, self.replaced = module.forward, vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own(*args, **kwargs) if self.open_now() else self.run(self.fqn, args, kwargs)
+        return self.own(*args, **kwargs) if self.open_now() else self.run(self.fqn, self.module(), args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedApart:
         return CopiedApart(self.fqn, self.replaced)
@@ -192,18 +195,41 @@ class CopiedApart:
 def guard_modules(
     model: nn.Module,
     open_now: Callable[[], bool],
-    run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any],
+    run: Run,
     eager: Collection[str] = (),
 ) -> None:
-    """Replace the forwards of submodules that hold shards.
+    """Replace the forwards of submodules that hold shards, where they are not yet.
 
-    open_now: whether capture is going on. run(fqn, args, kwargs): what a direct call of a submodule does. eager: FQNs of
-    submodules whose code runs as it is: nothing is changed in them.
+    open_now: whether capture is going on. run(fqn, module, args, kwargs): what a direct call of a submodule does. eager: FQNs
+    of submodules whose code runs as it is: nothing is changed in them.
     """
     for fqn, module in model.named_modules():
         inside = any(f"{fqn}.".startswith(f"{name}.") for name in eager)
+        now = vars(module).get("forward")
+        if isinstance(now, DirectCall):
+            now.fqn = fqn
+            continue
+        if isinstance(now, CopiedApart):  # the copy became a part of the model
+            _forward_of_the_users(module, now)
         if fqn and not inside and _is_callable(module) and any(True for _ in module.parameters()):
             vars(module)["forward"] = DirectCall(fqn, module, open_now, run)
+
+
+def name_now(model: nn.Module, module: nn.Module, before: str) -> str:
+    """The FQN of a submodule that was `before` at the last look. UsageError where it is no submodule any more."""
+    found = model
+    for name in before.split("."):
+        found = found._modules.get(name) or nn.Module()
+    if found is module:
+        return before
+    now = next((fqn for fqn, m in model.named_modules() if m is module), "")
+    if not now:
+        raise UsageError(
+            f"a direct call of a {type(module).__name__} that was '{before}' of a parallelized model, and is none of its "
+            "submodules any more: its parameters are shards",
+            fix="call it before it is taken out, or put it back",
+        )
+    return now
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -219,6 +245,10 @@ def remove_guards(model: nn.Module) -> None:
                 setattr(module, table, OrderedDict(vars(module)[table]))
         forward = vars(module).get("forward")
         if isinstance(forward, (DirectCall, CopiedApart)):
-            del vars(module)["forward"]
-            if forward.replaced is not None:
-                vars(module)["forward"] = forward.replaced
+            _forward_of_the_users(module, forward)
+
+
+def _forward_of_the_users(module: nn.Module, now: DirectCall | CopiedApart) -> None:
+    del vars(module)["forward"]
+    if now.replaced is not None:
+        vars(module)["forward"] = now.replaced

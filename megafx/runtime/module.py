@@ -25,8 +25,8 @@ from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
 from megafx.errors import UsageError
-from megafx.ops.eager_call import in_eager_code, matching
-from megafx.runtime.guards import Hooked, data_parallel_error, guard_modules, remove_guards
+from megafx.ops.eager_call import matching
+from megafx.runtime.guards import Hooked, data_parallel_error, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
 from megafx.weights.state import full_state_dict, prepare_loading
@@ -248,14 +248,12 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
 def _install(runtime: Runtime) -> None:
     model, data = runtime.model, runtime.meshes.data
     eager = matching(model, runtime.config.eager_modules)
-    if runtime.mesh is not None:
-        guard_modules(model, lambda: runtime.capturing or in_eager_code(), runtime.call_part, eager)
+    runtime.guard()
     runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
     model.__class__ = parallel_class(runtime.original)
     announce(model, runtime.t, 1 if data is None else data.ranks)
     runtime.parameters_changed()
-    runtime.known = frozenset(runtime.state.slots)
 
 
 def announce(model: nn.Module, t: int, replicas: int) -> None:

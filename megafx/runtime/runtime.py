@@ -34,8 +34,6 @@ from megafx.distributed.parameters import (
     RUNTIME,
     parameter_slots,
     place_joined,
-    refuse_stale_optimizers,
-    replicate_parameters,
     shard_over_data,
     shard_parameters,
     take_fp32_gradients,
@@ -47,6 +45,7 @@ from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.program import Input, Note, Program
 from megafx.ir.python_state import Place
 from megafx.ops.axes import AxisContext
+from megafx.ops.eager_call import in_eager_code, matching
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
@@ -55,9 +54,10 @@ from megafx.planner.plan import Plan
 from megafx.progress import stage
 from megafx.report.report import Report, refresh
 from megafx.runtime.bound_graph import BoundGraph, CompiledCall
+from megafx.runtime.changed_parameters import ParametersNow, take_new_parameters
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.failed_calls import failed_call
-from megafx.runtime.guards import Hooked, remove_guards
+from megafx.runtime.guards import Hooked, guard_modules, name_now, remove_guards
 from megafx.runtime.keys import (
     TRANSFORM_FIX,
     Call,
@@ -115,8 +115,8 @@ class Runtime:
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
         self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
-        self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
         self.replacements = 0  # how often submodules were replaced
+        self.parameters = ParametersNow()
         self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
         self.unplaced: list[list[str]] = []
         self.cached = ""  # what the cache on disk did with the last graph
@@ -128,6 +128,7 @@ class Runtime:
         self.modules = list(self.model.modules())
         self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
+        self.parameters.look(self.state.slots)
         self.state.steps.watch(self.model.parameters())
         if self.config.gradients_in_fp32:
             take_fp32_gradients(slot.get() for slot in self.state.slots.values())
@@ -140,22 +141,16 @@ class Runtime:
         now = map(list, map(dict.values, self.tables))
         if all(map(eq, now, self.children)):  # modules are equal only to themselves
             return
-        new = [name for name, _ in parameter_slots(self.model) if name not in self.known]
-        if self.params is not None and new:
-            raise UsageError(
-                f"{len(new)} parameters were added after megafx.parallelize, the first of them '{new[0]}'",
-                module=new[0].rpartition(".")[0],
-                fix="put adapters and other modules into the model first (peft.get_peft_model), then parallelize it",
-            )
-        if new and self.mesh is not None:  # an adapter more, before the plan
-            refuse_stale_optimizers(self.model, added=True)
-            replicate_parameters(self.model, self.mesh, added=True)
-            for name in agreement.agree_on_weights(self.model, self.everyone):
-                self.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
-        self.parameters_changed()
-        self.known = frozenset(self.state.slots)
+        take_new_parameters(self)
+        self.guard()
         self.hooked.changed = True
         self.replacements += 1
+
+    def guard(self) -> None:
+        """On several ranks a direct call of a submodule is a graph of its own."""
+        if self.mesh is not None:
+            eager = matching(self.model, self.config.eager_modules)
+            guard_modules(self.model, lambda: self.capturing or in_eager_code(), self.call_part, eager)
 
     def release(self) -> None:
         """Give the model up: it is a plain one again, an instance of its own class, as before megafx.parallelize."""
@@ -217,8 +212,11 @@ class Runtime:
         output = self.original.forward(self.model, *args, **kwargs)
         return (self.loss_fn(output, **loss_inputs), output) if self.loss_fn is not None and loss_inputs else output
 
-    def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A direct call of the submodule `part`: a graph of its own, with the parameters as they are stored."""
+    def call_part(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A direct call of a submodule, which was `part` at the last look: a graph of its own, with the parameters as they are
+        stored."""
+        self._check_tree()
+        part = name_now(self.model, module, part)
         if self.params is None and (base := adapted(self.model)) is not None:
             self.start(*synthesize_inputs(base), compile=False)  # `generate` of adapters calls the model inside
         if self.params is None:
@@ -326,6 +324,8 @@ class Runtime:
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()
+        if not self.parameters.same(self.state.slots):
+            take_new_parameters(self)
         grad = torch.is_grad_enabled()
         skeleton = self._skeleton(call, grad)
         compared = False
@@ -338,6 +338,10 @@ class Runtime:
                 compared = True
             if known is not None:
                 return known
+            if self.state.slots != dict(parameter_slots(self.model)):  # one more in a module
+                take_new_parameters(self)
+                skeleton = self._skeleton(call, grad)
+                continue
             state = self._changed_state(graphs, call)
             try:
                 known, captured = self._small_sizes(graphs, call, varying, grad)
@@ -357,9 +361,10 @@ class Runtime:
         """What a graph of this call depends on, but for its numbers. training: as if every module were in training mode."""
         hooks = self.hooked.state()
         forward = next(vars(c)["forward"] for c in self.original.__mro__ if "forward" in vars(c))  # it may be replaced
-        parameters = parameter_state(self._parameters())
+        parameters = parameter_state(self.parameters.all())
         trained, cached = module_state(self.modules, self.configs)
-        modes = self.replacements, forward, (True,) * len(trained) if training else trained, cached, parameters, hooks
+        trained = (True,) * len(trained) if training else trained
+        modes = self.replacements, self.parameters.layout, forward, trained, cached, parameters, hooks
         return self.keys.skeleton(call, modes, grad)
 
     def _example_of(self, skeleton: Hashable, call: Call) -> Program | None:
@@ -396,15 +401,6 @@ class Runtime:
                 return {n: p for n, p in (before | changed).items() if n not in self.fixed_state}
         return {}
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """Parameters as they are now, in the order of `slots`."""
-        try:
-            found = [slot.module._parameters[slot.key] for slot in self.state.slots.values()]
-        except KeyError:
-            self.parameters_changed()
-            found = [slot.module._parameters[slot.key] for slot in self.state.slots.values()]
-        return [p for p in found if p is not None]
-
     def _compile(
         self,
         call: Call,
@@ -416,8 +412,8 @@ class Runtime:
     ) -> BoundGraph:
         """captured: the program of the call, where it was captured already; example: that of an example of it."""
         if self.mesh is not None:
-            for name, param in zip(self.state.slots, self._parameters(), strict=True):
-                if not isinstance(param, TPTensor):
+            for name, param in zip(self.state.slots, self.parameters.current, strict=True):
+                if param is not None and not isinstance(param, TPTensor):
                     self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
         planner = self._planner(call, grad, state)
@@ -478,7 +474,7 @@ class Runtime:
         """What the user's own code makes of a call, with autograd. training: the mode of each module."""
         text = f"{why}: such calls are computed once more, in eager mode"
         if self.mesh is not None:
-            size = sum(p.numel() * p.element_size() for p in {id(p): p for p in self._parameters()}.values())
+            size = sum(p.numel() * p.element_size() for p in {id(p): p for p in self.parameters.all()}.values())
             text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
         self.note("gradients", text)
         before, self.capturing = self.capturing, True

@@ -21,6 +21,7 @@ from megafx.config import Config
 
 ONE = Config(tensor_model_parallel_size=1, cache=False, uncaptured="error")
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)
+DRAWN = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
 class Block(nn.Module):
@@ -182,6 +183,11 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "forward reads <what>: a graph would have the same at every call",
         lambda m, x: m.lin(x) * random.random(),
         lambda m, x, number=0.5: m.lin(x) * number,
+    ),
+    "a seed": (
+        "forward sets the state of torch's generator (<name>)",
+        lambda m, x: (torch.manual_seed(7), m.lin(x) * torch.rand(4))[1],
+        lambda m, x: m.lin(x) * DRAWN,
     ),
     "a list that is read": (
         "forward extends the list '<name>' and reads it",

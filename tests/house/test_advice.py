@@ -156,6 +156,8 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "a call of a copy of '<fqn>', a submodule of a pa",
         "a call of a parallelized model inside of <around",
         "a direct call of '<part>' (<__name__>), a submod",
+        "a direct call of a <__name__> that was '<before>",
+        "<new> parameters were added after megafx.paralle",
         "a hook draws random numbers, which its code does",
         "a hook on a parameter holds the parameter as it ",
         "a hook returned <result> where there was <traced",

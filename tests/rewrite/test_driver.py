@@ -395,15 +395,3 @@ def test_where_may_refuse_without_a_word():
 
     fused = fuse_with(Silent, lambda x, r: r + x, x="f32[b h=4]", r="f32[b h=4]")
     assert (fused.counts, fused.near_misses) == ({}, [])
-
-
-def test_contexts_within_a_function_are_part_of_its_canonical_program() -> None:
-    def head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = F.linear(x, w)
-            with torch.no_grad():
-                mean = y.mean()
-        return y - mean
-
-    targets = [str(n.target) for n in canonical(head, x="f32[b=4 k=8]", w="param f32[n=6 k=8]").graph.nodes]
-    assert targets.count("aten.to.dtype") == 2 and targets.count("aten.detach.default") == 1

@@ -143,7 +143,9 @@ def other_inputs_on_one_rank_are_refused() -> str:
     text = f"^step 0: input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0.: they {causes}"
     raises(AgreementError, text, lambda: pair.model(**mine))
     shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
-    raises(AgreementError, f"^call 0: tensor-parallel ranks {causes}.* size 1 of 'idx' is", lambda: pair.model(**shorter))
+    raises(
+        AgreementError, f"^call 0: tensor-parallel ranks {causes}.* size 1 of 'idx' is", lambda: pair.model(**shorter)
+    )
     with torch.set_grad_enabled(dist.get_rank() == 0):
         text = r"^call 0: tensor-parallel ranks are in different modes, as after model.eval\(\) or torch.no_grad\(\) on one"
         raises(AgreementError, text, lambda: pair.model(**inputs))
@@ -182,14 +184,11 @@ def misuse_is_refused() -> str:
     text = "tensor_model_parallel_size=3, but the world has 2 ranks\n  fix: start 3 ranks, or set data_parallel_size"
     raises(AgreementError, text, lambda: megafx.parallelize(copy.deepcopy(pair.plain), config(t=3)))
     raises(UsageError, "parallelized already", lambda: megafx.parallelize(model, config()))
-    model.ln_f.weight = nn.Parameter(torch.ones(24, dtype=torch.float64))
-    text = "parameter 'ln_f.weight' was replaced after megafx.parallelize"
-    raises(UsageError, text, lambda: model(**pair.inputs(2, 16)))
     stale = torch.optim.SGD(pair.plain.parameters(), lr=0.1)
     text = r"an optimizer \(SGD\) was made of this model's parameters before megafx.parallelize"
     raises(UsageError, text, lambda: megafx.parallelize(pair.plain, config()))
     del stale
-    return "copies of submodules, DDP, fully_shard, a wrong world size, twice, a parameter of the user"
+    return "copies of submodules, DDP, fully_shard, a wrong world size, twice"
 
 
 @check(2, slow=True)

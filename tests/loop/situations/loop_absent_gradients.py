@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -113,35 +112,3 @@ def a_head_is_not_in_the_loss(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loop.see_state(model)
-
-
-class Teacher(nn.Module):
-    """A target that is computed under no_grad, within autocast and around it."""
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.up, self.down, self.inside = nn.Linear(6, 8), nn.Linear(8, 6), inside
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16) if self.inside else contextlib.nullcontext():
-            h = self.up(x)
-            with torch.no_grad():
-                target = h.relu() + h.mean()
-                with torch.autocast("cpu", enabled=False):
-                    target = target.float() * 2
-            y = self.down(h.sigmoid())
-            with torch.no_grad(), torch.enable_grad():
-                y = y + self.down(h)
-        return (y.float() - target.mean()).square().mean() + (h * target).mean(), target
-
-
-@situation("https://discuss.pytorch.org/t/autocast-and-torch-no-grad-unexpected-behaviour/93475", rtol=1e-2)
-def no_grad_within_autocast(loop: Loop) -> None:
-    for inside in (True, False):
-        model = loop.model(Teacher(inside).float())
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
-                loss, target = model(torch.randn(5, 6, dtype=torch.float32))
-            loss.backward()
-            loop.see(loss=loss, target=target)
-        loop.see_gradients(model)

@@ -1,0 +1,133 @@
+"""Models whose modules and parameters are added, replaced, tied or cut between steps."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LAST_LAYER = "https://discuss.pytorch.org/t/how-to-modify-the-final-fc-layer-based-on-the-torch-model/766"
+SHARING = "https://discuss.pytorch.org/t/how-to-create-model-with-sharing-weight/398"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Ids [rows, length] -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        for scale in self.scales:
+            x = x * scale
+        if (offset := getattr(self, "offset", None)) is not None:
+            x = x + offset
+        return self.head(x)
+
+
+def trained(loop: Loop, model: nn.Module, ids: Tensor) -> None:
+    """Two steps. The optimizer is made once the model was called as it is now."""
+    model(ids)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
+        optimizer.step()
+    loop.see_state(model)
+
+
+@situation(LAST_LAYER)
+def layers_are_replaced(loop: Loop) -> None:
+    """A new head, a block that does nothing, and a parameter of another value."""
+    model, ids = loop.model(Net()), torch.randint(12, (2, 5))
+    trained(loop, model, ids)
+    model.head = nn.Linear(8, 12)
+    model.blocks[0] = nn.Identity()
+    trained(loop, model, ids)
+    model.head.bias = nn.Parameter(torch.linspace(0, 1, 12))
+    model.blocks[1].up.bias = None
+    trained(loop, model, ids)
+
+
+@situation("https://github.com/google-research/bert/issues/1063")
+def a_model_grows_and_shrinks(loop: Loop) -> None:
+    """Blocks are removed, put into another order, copied and appended; parameters come in lists and by name."""
+    model, ids = loop.model(Net()), torch.randint(12, (2, 5))
+    trained(loop, model, ids)
+    del model.blocks[1]
+    model.blocks = nn.ModuleList([*model.blocks][::-1])
+    trained(loop, model, ids)
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+    model.blocks.append(Block())
+    model.scales.append(nn.Parameter(torch.full((8,), 0.5)))
+    model.offset = nn.Parameter(torch.linspace(0, 1, 8))
+    trained(loop, model, ids)
+
+
+@situation(SHARING)
+def weights_are_tied_and_untied(loop: Loop) -> None:
+    """Head and embedding; two blocks that were one."""
+    plain = Net()
+    plain.blocks[1], plain.head.weight = plain.blocks[0], plain.embed.weight
+    model, ids = loop.model(plain), torch.randint(12, (2, 5))
+    trained(loop, model, ids)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone() * 2)
+    trained(loop, model, ids)
+    model.head.weight = model.embed.weight
+    model.blocks[1] = copy.deepcopy(model.blocks[1])
+    trained(loop, model, ids)
+
+
+@situation(SHARING)
+def matrices_change_places(loop: Loop) -> None:
+    """Ranks have cut the two along different dims."""
+    plain: nn.Module = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 12))
+    model, ids = loop.model(plain), torch.randint(12, (2, 5))
+    trained(loop, model, ids)
+    model[1].weight, model[3].weight = model[3].weight, model[1].weight
+    trained(loop, model, ids)
+    model[3].weight = model[1].weight
+    trained(loop, model, ids)
+
+
+@situation("https://github.com/VainF/Torch-Pruning")
+def neurons_are_cut_out(loop: Loop) -> None:
+    model, ids = loop.model(Net()), torch.randint(12, (2, 5))
+    trained(loop, model, ids)
+    for block in model.blocks:
+        block.up.weight, block.up.bias, block.down.weight = (
+            nn.Parameter(x.detach().clone())
+            for x in (block.up.weight[:10], block.up.bias[:10], block.down.weight[:, :10])
+        )
+    trained(loop, model, ids)
+
+
+@situation(LAST_LAYER, ranks=(2,))
+def blocks_are_called_by_themselves_in_another_order(loop: Loop) -> None:
+    model, ids, x = loop.model(Net()), torch.randint(12, (2, 5)), torch.randn(2, 5, 8)
+    trained(loop, model, ids)
+    loop.see(before=[block(x) for block in model.blocks])
+    model.blocks = nn.ModuleList([*model.blocks][::-1])
+    loop.see(after=[block(x) for block in model.blocks])
+    trained(loop, model, ids)
+    loop.see(trained=[block(x) for block in model.blocks])

@@ -1,0 +1,145 @@
+"""`torch.autograd.Function`s of the user whose backward depends on masks, limits, globals, or does more than compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.autograd import Function
+
+REVERSAL = "https://discuss.pytorch.org/t/solved-reverse-gradients-in-backward-pass/3589"
+STRENGTH = 1.0
+NORMS: list[float] = []
+
+
+class Masked(Function):
+    """Gradients of some rows alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0][:, None], None
+
+
+class OfClass(Function):
+    """Rows of class 1 get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(labels)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.where((ctx.saved_tensors[0] == 1)[:, None], 0.0, grad * 2), None
+
+
+class Clamped(Function):
+    """A gradient also a little beyond the limit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return x.clamp(-limit, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * (ctx.saved_tensors[0].abs() <= 2 * ctx.limit), None
+
+
+class ByGlobal(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * STRENGTH
+
+
+class ByClass(Function):
+    strength = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> Any:
+        return grad * cls.strength
+
+
+class Recording(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        NORMS.append(float(grad.norm()))
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.function, self.limit = nn.Linear(6, 8), nn.Linear(8, 6), function, 0.3
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return self.down(self.function(self.up(x), *args)).square().mean()
+
+
+class Limited(Net):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x, self.limit)
+
+
+def step(loop: Loop, model: nn.Module, *args: Tensor) -> None:
+    model.zero_grad()
+    loss = model(*args)
+    loss.backward()
+    loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+@situation(REVERSAL)
+def backward_reads_masks_and_labels(loop: Loop) -> None:
+    masked, of_class, x = loop.model(Net(Masked.apply)), loop.model(Net(OfClass.apply)), torch.randn(4, 6)
+    for last in (0, 1, 3):
+        labels = torch.tensor([1, 0, 3, last])
+        step(loop, masked, x, labels > 0)
+        step(loop, of_class, x, labels)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/115774")
+def a_limit_of_a_function_is_annealed(loop: Loop) -> None:
+    model, x = loop.model(Limited(Clamped.apply)), torch.randn(4, 6)
+    for limit in (0.3, 0.5, 0.7):
+        model.limit = limit
+        step(loop, model, x)
+
+
+@situation(REVERSAL)
+def backward_reads_a_global_and_its_class(loop: Loop) -> None:
+    global STRENGTH
+    by_global, by_class, x = loop.model(Net(ByGlobal.apply)), loop.model(Net(ByClass.apply)), torch.randn(4, 6)
+    for strength in (1.0, 0.5, 0.1):
+        STRENGTH = ByClass.strength = strength
+        step(loop, by_global, x)
+        step(loop, by_class, x)
+
+
+@situation("https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94")
+def backward_records(loop: Loop) -> None:
+    NORMS.clear()
+    model, x = loop.model(Net(Recording.apply)), torch.randn(4, 6)
+    for _ in range(3):
+        step(loop, model, x)
+        loop.see(norms=list(NORMS))
