@@ -145,3 +145,34 @@ def a_soft_cap_or_a_bias_under_a_mask(loop: Loop) -> None:
         lambda z, keep, past: torch.tanh(z / 3.0) * 3.0 + torch.where(keep & past, 0.0, torch.finfo(z.dtype).min),
         lambda z, keep, past: (z + 0.1 * past.cumsum(1)).masked_fill(~(keep & past), torch.finfo(z.dtype).min),
     )
+
+
+class LearnedBias(nn.Module):
+    """Attention with a trained bias [heads, s, s], of one head a rank on two; rows of a mask may see nothing."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.fused = nn.Linear(8, 24), nn.Linear(8, 8), fused
+        self.bias = nn.Parameter(torch.randn(2, 5, 5))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (h.unflatten(-1, (2, 4)).transpose(1, 2) for h in self.qkv(x).chunk(3, -1))
+        bias = self.bias + mask[:, None, None, :]
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:  # T5's, without a scale
+            y = F.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+        return self.out(y.transpose(1, 2).flatten(-2)).square().mean()
+
+
+@situation("https://github.com/huggingface/transformers/issues/20826", slow=(1,))
+def a_trained_bias_of_one_head_a_rank(loop: Loop) -> None:
+    for fused in (True, False):
+        model = loop.model(LearnedBias(fused))
+        mask = torch.zeros(3, 5)
+        mask[1, 3:] = mask[2] = torch.finfo(mask.dtype).min  # the last row sees nothing
+        for _ in range(2):
+            loss = model(torch.randn(3, 5, 8), mask)
+            loss.backward()
+            loop.see(loss=loss)
+        loop.see_gradients(model)
