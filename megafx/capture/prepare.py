@@ -169,8 +169,8 @@ def replacements(
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)  # noqa: E731
     table += [Replacement(checkpoint, GENERATOR, new, why)]
 
-    why = "`x.data` of a traced tensor leaves no trace: it is x.detach()"
-    table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), Tensor.data.__set__), why)]  # type: ignore[attr-defined]
+    why = "`x.data` of a traced tensor leaves no trace: it is x.detach(), and what is assigned to it is written there"
+    table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), _set_data(old)), why)]  # type: ignore[attr-defined]
 
     why = "a hook on a value inside of the model becomes a node; what a graph does not keep is an error"
     table += [Replacement(Tensor, "register_hook", functools.partial(tensor_hooks.register_hook, note), why)]
@@ -356,6 +356,25 @@ def _data_of(old: Any) -> Callable[[Tensor], Tensor]:
         return x.detach() if isinstance(x, FakeTensor) else old.__get__(x)
 
     return data
+
+
+def _set_data(old: Any) -> Callable[[Tensor, Tensor], None]:
+    """What `x.data = value` does while a model is traced."""
+
+    def set_data(x: Tensor, value: Tensor) -> None:
+        source = current_user_line() if isinstance(x, FakeTensor) else None
+        if source is None:
+            old.__set__(x, value)
+        elif x.shape != value.shape or x.dtype != value.dtype:
+            raise CaptureError(
+                f"forward assigns to `.data` of a tensor of {[*x.shape]} ({x.dtype}) one of {[*value.shape]} ({value.dtype})",
+                source=source,
+                fix="keep shape and dtype, or assign between calls",
+            )
+        else:
+            x.detach().copy_(value.detach())
+
+    return set_data
 
 
 def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
-from megafx.distributed.tensor_layout import spec_of
+from megafx.distributed.tensor_layout import shard_of, spec_of
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
@@ -273,10 +273,13 @@ class BoundGraph:
         return inputs, user
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
-        """Write mutated buffers back; lazy and sharded outputs become lazy tensors, or DTensors."""
+        """Write buffers and (whole) parameters back that forward changes; make lazy tensors and DTensors of such outputs."""
         for index, name in self.mutations:
             with torch.no_grad():
-                self._stored(name).copy_(outputs[index])
+                value, slot = outputs[index], self.state.slots.get(name)
+                if slot is not None and isinstance(param := slot.get(), TPTensor) and value.shape == param.shape:
+                    value = shard_of(value, param._spec)
+                self._stored(name).copy_(value)
         return self._as_the_user_gets(outputs, call)
 
     def _as_the_user_gets(self, outputs: list[Any], call: Call) -> list[Any]:

@@ -177,8 +177,9 @@ class _Functionalizer:
             else ""
         )
         fresh = op_name(base) in _FRESH and base not in self.graded
-        if how and self._has_gradient(base) and not fresh and base not in self.editor.without_grad:
-            if node.target is aten.embedding_renorm_.default:
+        renorm = node.target is aten.embedding_renorm_.default and self.grads
+        if how and (self._has_gradient(base) or renorm) and not fresh and base not in self.editor.without_grad:
+            if renorm:
                 found = "max_norm of an embedding writes into its weight in forward"
                 raise CaptureError(found, fix=_MAX_NORM, **located(node))
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
@@ -215,7 +216,8 @@ class _Functionalizer:
         """Whether the value may have one in eager mode."""
         if not self.grads:
             return False
-        if base.op == "placeholder" and dict(self.editor.program.input_nodes())[base].kind == "user":
+        kind = dict(self.editor.program.input_nodes())[base].kind if base.op == "placeholder" else ""
+        if kind == "user" or (kind == "param" and not base.meta[VAL].requires_grad):  # a frozen one is as a buffer
             return base in self.graded or base.meta[VAL].requires_grad
         return base in self.active
 

@@ -184,6 +184,11 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: m.lin(x) * random.random(),
         lambda m, x, number=0.5: m.lin(x) * number,
     ),
+    "data of another shape": (
+        "forward assigns to `.data` of a tensor of",
+        lambda m, x: (setattr(m.buffer, "data", m.buffer.data[:2]), m.lin(x) + m.buffer.sum())[1],
+        lambda m, x: (setattr(m.buffer, "data", m.buffer.data + 1), m.lin(x) + m.buffer.sum())[1],
+    ),
     "a seed": (
         "forward sets the state of torch's generator (<name>)",
         lambda m, x: (torch.manual_seed(7), m.lin(x) * torch.rand(4))[1],

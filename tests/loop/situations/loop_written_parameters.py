@@ -1,0 +1,83 @@
+"""Frozen parameters that forward writes: momentum encoders and codebooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MOCO = "https://github.com/facebookresearch/moco/issues/33"
+Follow = Callable[[Tensor, Tensor], object]
+
+
+class Contrast(nn.Module):
+    """Queries against keys of an encoder that follows the first one by `follow(its parameter, the other's)`."""
+
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.key, self.follow = copy.deepcopy(self.query).requires_grad_(False), follow
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        queries = F.normalize(self.query(a), dim=1)
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                self.follow(mine, theirs)
+            keys = F.normalize(self.key(b), dim=1)
+        return F.cross_entropy(queries @ keys.T / 0.2, torch.arange(len(a)))
+
+
+def assigned(mine: Tensor, theirs: Tensor) -> None:
+    mine.data = mine.data * 0.9 + theirs.data * 0.1
+
+
+class Codes(nn.Module):
+    """The nearest code of each row, with a straight-through gradient; codes are a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.codes = nn.Parameter(torch.randn(5, 8), requires_grad=False)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        x = self.up(a)
+        chosen = F.one_hot(torch.cdist(x, self.codes).argmin(1), 5).to(x.dtype)
+        nearest = chosen @ self.codes
+        with torch.no_grad():
+            counts = chosen.sum(0)[:, None]
+            self.codes.copy_(
+                torch.where(counts > 0, 0.9 * self.codes + 0.1 * chosen.T @ x / counts.clamp(min=1), self.codes)
+            )
+        return F.mse_loss(self.down(x + (nearest - x).detach()), b) + F.mse_loss(x, nearest.detach())
+
+
+def trained(loop: Loop, plain: nn.Module) -> None:
+    model = loop.model(plain)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 6), torch.randn(3, 6))
+        loss.backward()
+        optimizer.step()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
+        loop.see_state(model)
+
+
+@situation(MOCO)
+def an_encoder_follows_in_forward(loop: Loop) -> None:
+    trained(loop, Contrast(lambda mine, theirs: mine.mul_(0.9).add_(theirs, alpha=0.1)))
+
+
+@situation(MOCO)
+def an_encoder_is_assigned_in_forward(loop: Loop) -> None:
+    trained(loop, Contrast(assigned))
+
+
+@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
+def codes_are_a_frozen_parameter(loop: Loop) -> None:
+    trained(loop, Codes())
