@@ -78,9 +78,10 @@ def copies(node: fx.Node) -> bool:
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
-    kind, operands, args = STARTS[node.target], node.all_input_nodes, node.args
+    kind, operands = STARTS[node.target], node.all_input_nodes
+    args: Any = node.args
     t = program.batch.ranks if args[-1] in DATA_AXES and program.batch is not None else t
-    given: Any = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}  # type: ignore[arg-type]
+    given: Any = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
     ranks = given[kind]() if kind in given else t
     whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
     sent = collective_bytes(kind, whole, operands[0].meta[VAL].element_size(), ranks)

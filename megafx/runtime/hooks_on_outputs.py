@@ -88,8 +88,8 @@ _OURS = -1  # no hook of a user has this key
 
 
 class Arrived:
-    """Which outputs of a call have got a gradient in a run of autograd. In one that differentiates with respect to an output,
-    what comes to it by way of other ones would be left out: autograd need not call the function that all are results of."""
+    """The outputs of a call that a run of autograd gave gradients. A run that differentiates with respect to an output would
+    leave out what other outputs add to its gradient: autograd need not call the function that all are results of."""
 
     def __init__(self) -> None:
         self.run, self.at_outputs = -1, set[int]()

@@ -137,11 +137,12 @@ class _Scaler:
         for node in self.program.graph.nodes:
             if node.target not in LINEARS or in_backward(node):
                 continue
-            bias, x, turned = (None, *node.args) if node.target is aten.mm.default else node.args[:3]
+            args: Any = node.args
+            bias, x, turned = (None, *args) if node.target is aten.mm.default else args[:3]
             is_turned = isinstance(turned, fx.Node) and turned.target is aten.t.default
-            if not is_turned or node.kwargs or not self._is_weight(turned.args[0]):  # type: ignore[union-attr]
+            if not is_turned or node.kwargs or not self._is_weight(turned.args[0]):
                 continue
-            self.found.append(_Linear(node, x, turned.args[0], bias))  # type: ignore[arg-type,union-attr]
+            self.found.append(_Linear(node, x, turned.args[0], bias))
         for linear in self.found:
             linear.dgrads = [
                 n for n in linear.weight.users if _is_product(n) and in_backward(n) and n.args[1] is linear.weight
@@ -155,7 +156,7 @@ class _Scaler:
         return self.found
 
     def _made_by(self, linear: _Linear, gradient: fx.Node, product: fx.Node, results: set[Any]) -> bool:
-        """Whether dy' x is the gradient of this linear's weight: of several with one x, it is the one with its dy."""
+        """True if dy' x is the gradient of this linear's weight: of several with one x, it is the one with its dy."""
         return gradient in results or (not results and fqn_of(product) == fqn_of(linear.product))
 
     def _is_weight(self, node: Any) -> bool:
@@ -208,7 +209,7 @@ class _Scaler:
         return self.seen[node]
 
     def _shown(self, product: fx.Node) -> Placement:
-        """The placement of a result, I and R told apart: of itself, or of what it is viewed as."""
+        """The placement of a result, where I and R differ: its own, or that of a view of it."""
         marks = [n.meta[PLACEMENT] for n in (product, *product.users) if PLACEMENT in n.meta]
         return marks[0] if marks else self.placement(product)
 
@@ -216,14 +217,14 @@ class _Scaler:
 
     def note_reads(self, linear: _Linear) -> None:
         """Which values its products read as they are, and which transposed."""
-        self.read["plain"] |= {linear.x, *(dgrad.args[0] for dgrad in linear.dgrads)}  # type: ignore[arg-type]
+        self.read["plain"] |= {linear.x, *map(_left, linear.dgrads)}
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
-            self.read["turned"].add(wgrad.args[0].args[0])  # type: ignore[arg-type,union-attr]
+            self.read["turned"].add(_left(_left(wgrad)))
             if not self._made_again(linear.x):
                 self.read["turned"].add(linear.x)
 
     def _made_again(self, x: fx.Node) -> bool:
-        """Whether backward makes the value again (`recompute_activations`), so that a cast that is kept would cost memory."""
+        """True if backward recomputes the value (`recompute_activations`), so that a cast that is kept would cost memory."""
         return self.config.recompute_activation_func and str(behind(x, RESHAPES).target) in self.again
 
     def cast_here(self, value: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
@@ -263,8 +264,7 @@ class _Scaler:
         readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
         if not self._all_scaled(readers, scaled):
             return value, None
-        source, src, _, flat = value.args[:4]
-        return source, Placement.parse(str(src), _flat(self.program, flat))  # type: ignore[return-value]
+        return _left(value), Placement.parse(str(value.args[1]), _flat(self.program, value.args[3]))
 
     def _all_scaled(self, readers: set[fx.Node], scaled: set[fx.Node]) -> bool:
         kept = {n for linear in self.found if linear.kept for n in (linear.product, *linear.dgrads, *linear.wgrads)}
@@ -331,11 +331,11 @@ class _Scaler:
             y = total
         product.replace_all_uses_with(y)
         for dgrad in linear.dgrads:
-            dy = self.cast(dgrad.args[0], dy_held, over_rows, self.gradients, dgrad)  # type: ignore[arg-type]
+            dy = self.cast(_left(dgrad), dy_held, over_rows, self.gradients, dgrad)
             w = self.cast_here(linear.weight, w_held, over_columns, dgrad)
             dgrad.replace_all_uses_with(self._product(dgrad, dy.q, self.turned(w, dgrad), dy, w))
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
-            dy = self.cast(wgrad.args[0].args[0], dy_held, over_columns, self.gradients, wgrad)  # type: ignore[arg-type,union-attr]
+            dy = self.cast(_left(_left(wgrad)), dy_held, over_columns, self.gradients, wgrad)
             again = self._made_again(linear.x)
             x = (
                 self.cast_here(linear.x, x_held, over_columns, wgrad)
@@ -385,6 +385,13 @@ class _Scaler:
         gradients = f", gradients {self.gradients}" if len(parts) > 1 else ""
         scale = "a scale for each row along the summed dim" if self.rowwise else "one scale a matrix"
         return f"{', '.join(parts)} in FP8: e4m3{gradients}; {scale}"
+
+
+def _left(node: fx.Node) -> fx.Node:
+    """Its first operand."""
+    found = node.args[0]
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def _is_product(node: fx.Node) -> bool:
