@@ -89,6 +89,9 @@ class CompiledCall:
         self.shards = output_shards(self.program) if self.shards is None else self.shards
 
 
+_STORED = ("param", "buffer")
+
+
 class BoundGraph:
     """A compiled call, bound to the parameters and buffers of a model. about: what ranks that make this call agree on."""
 
@@ -118,8 +121,11 @@ class BoundGraph:
         self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
         written = compiled.spec.written  # arguments that forward writes into; what is read after the call is a copy
         self.written = {i for i, x in enumerate(self.inputs) if x.kind == "user" and x.name in written}
-        read = {i for i, _ in compiled.executable.read_in_backward} if written else set()
-        self.copied = {i for i in self.written if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
+        names = {name for _, name in self.mutations}
+        self.changed_parameters = [name for _, name in self.mutations if name in state.slots]
+        changed = self.written | {i for i, x in enumerate(self.inputs) if x.kind in _STORED and x.name in names}
+        read = {i for i, _ in compiled.executable.read_in_backward} if changed else set()
+        self.copied = {i for i in changed if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
         slots = state.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
@@ -255,9 +261,9 @@ class BoundGraph:
                 param = slot.module._parameters[slot.key]
                 if see is not None and isinstance(param, TPTensor):
                     see(param)
-                inputs.append(
-                    param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
-                )
+                stored = param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
+                stored = again.get((spec.kind, spec.name), stored)
+                inputs.append(stored.clone() if len(inputs) in self.copied else stored)
             elif spec.kind == "user":
                 at, value = len(inputs), next(given)
                 user[at], local = value, value.local.contiguous() if isinstance(value, CacheShard) else value.detach()
@@ -265,7 +271,8 @@ class BoundGraph:
             elif (spec.kind, spec.name) in again:
                 inputs.append(again[spec.kind, spec.name])
             elif spec.kind == "buffer":
-                inputs.append(state.model.get_buffer(spec.name))
+                stored = state.model.get_buffer(spec.name)
+                inputs.append(stored.clone() if len(inputs) in self.copied else stored)
             elif spec.kind == "constant":
                 inputs.append(self.compiled.program.constants[spec.name])
             else:
@@ -374,6 +381,7 @@ class BoundGraph:
             (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
             (any(spec.kind == "seed" for spec in self.inputs), "its dropout would draw other masks"),
             (bool(call.caches or (self.mutations and again is None)), "it has changed a cache or a buffer"),
+            (bool(self.changed_parameters), "it has changed a parameter"),
             (bool(self.written), "it has written into an argument"),
             (self.compiled.holding is not None, "gradients are added to `main_grad` by the graph"),
             (not self.state.config.gather_outputs, "gather_outputs=False"),
@@ -410,6 +418,11 @@ class BoundGraph:
             raise UsageError(
                 f"{WHERE}: it is computed in eager mode, from what the call changes ({what})",
                 fix="compute this term in a call that changes nothing (model.eval(), use_cache=False)",
+            )
+        if self.changed_parameters:
+            raise UsageError(
+                f"{WHERE}: it is computed in eager mode, from what the call changes (parameter '{self.changed_parameters[0]}')",
+                fix="let forward write into buffers (register_buffer), or compute this term in a call that changes nothing",
             )
         return self._in_eager(kept, call, again, tangents, ())
 
@@ -465,9 +478,9 @@ class _Again:
         pairs = [(spec, value) for spec, value in zip(graph.inputs, inputs, strict=True)]
         given = {graph.inputs[i].name for i in graph.written}
         self.values: dict[tuple[str, str], Any] = {
-            (spec.kind, spec.name): value.clone() if spec.kind == "buffer" else value
+            (spec.kind, spec.name): value.clone() if spec.kind in _STORED else value
             for spec, value in pairs
-            if spec.kind == "seed" or (spec.kind == "buffer" and spec.name in written) or spec.name in given
+            if spec.kind == "seed" or (spec.kind in _STORED and spec.name in written) or spec.name in given
         }
         read = [(spec.name, x) for spec, x in pairs if isinstance(x, torch.Tensor) and spec.name not in written | given]
         wrt = [*zip(graph.wrt_names, graph.wrt_slots, parameters, strict=True)]

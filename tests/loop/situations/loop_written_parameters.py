@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from loop import Loop, situation
@@ -21,6 +22,7 @@ class Contrast(nn.Module):
         super().__init__()
         self.query = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
         self.key, self.follow = copy.deepcopy(self.query).requires_grad_(False), follow
+        self.register_buffer("queue", F.normalize(torch.randn(9, 4), dim=1))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         queries = F.normalize(self.query(a), dim=1)
@@ -28,7 +30,9 @@ class Contrast(nn.Module):
             for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 self.follow(mine, theirs)
             keys = F.normalize(self.key(b), dim=1)
-        return F.cross_entropy(queries @ keys.T / 0.2, torch.arange(len(a)))
+        scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().detach().T], 1)
+        self.queue.copy_(torch.cat([keys, self.queue[: -len(keys)]]))
+        return F.cross_entropy(scores / 0.2, torch.zeros(len(a), dtype=torch.long))
 
 
 def assigned(mine: Tensor, theirs: Tensor) -> None:
@@ -43,7 +47,7 @@ class Codes(nn.Module):
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.codes = nn.Parameter(torch.randn(5, 8), requires_grad=False)
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+    def forward(self, a: Tensor, b: Tensor) -> Any:
         x = self.up(a)
         chosen = F.one_hot(torch.cdist(x, self.codes).argmin(1), 5).to(x.dtype)
         nearest = chosen @ self.codes
@@ -60,7 +64,8 @@ def trained(loop: Loop, plain: nn.Module) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(torch.randn(3, 6), torch.randn(3, 6))
+        found = model(torch.randn(3, 6), torch.randn(3, 6))
+        loss = found if isinstance(found, Tensor) else found["codes"] + found["rows"].square().mean()
         loss.backward()
         optimizer.step()
         loop.see(loss=loss)
@@ -81,3 +86,15 @@ def an_encoder_is_assigned_in_forward(loop: Loop) -> None:
 @situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
 def codes_are_a_frozen_parameter(loop: Loop) -> None:
     trained(loop, Codes())
+
+
+class CodesAndLoss(Codes):
+    """The loss of the rows is the user's; the first backward computes the call once more, from the codes of before."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        return {"codes": super().forward(a, b), "rows": self.down(self.codes[self.up(a).argmax(1) % 5] + self.up(a))}
+
+
+@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
+def codes_with_a_loss_outside(loop: Loop) -> None:
+    trained(loop, CodesAndLoss())
