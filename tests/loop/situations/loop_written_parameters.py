@@ -64,11 +64,11 @@ def trained(loop: Loop, plain: nn.Module) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        found = model(torch.randn(3, 6), torch.randn(3, 6))
+        found = model(loop.rows(torch.randn(4, 6)), loop.rows(torch.randn(4, 6)))
         loss = found if isinstance(found, Tensor) else found["codes"] + found["rows"].square().mean()
         loss.backward()
         optimizer.step()
-        loop.see(loss=loss)
+        loop.see(loss=loop.mean(loss))
         loop.see_gradients(model)
         loop.see_state(model)
 
@@ -83,7 +83,7 @@ def an_encoder_is_assigned_in_forward(loop: Loop) -> None:
     trained(loop, Contrast(assigned))
 
 
-@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
+@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27", data=("ddp", "fsdp"))
 def codes_are_a_frozen_parameter(loop: Loop) -> None:
     trained(loop, Codes())
 
