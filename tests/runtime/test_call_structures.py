@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import megafx
 from megafx.analysis.communication import communication
-from megafx.errors import UsageError
 from megafx.ir.program import VAL
 
 RTOL = 1e-10
@@ -178,17 +177,25 @@ def test_adapters(build: Any, t: int) -> None:
 
 
 @pytest.mark.parametrize("called", [False, True])
-def test_adapters_that_come_too_late(called: bool) -> None:
-    """They are refused, and not left out of a graph that is there already."""
+def test_adapters_that_come_late(called: bool) -> None:
+    """They are trained as in eager mode, and not left out of a graph that is there already."""
     peft = pytest.importorskip("peft")
-    model = megafx.parallelize(llama().float())
+    plain = llama().float()
+    model = megafx.parallelize(copy.deepcopy(plain))
     if called:
         model(**TRAIN)
-    late = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=["q_proj"]))
+    lora = peft.LoraConfig(r=5, target_modules=["q_proj"], init_lora_weights=False)
+    late, eager = peft.get_peft_model(model, lora), peft.get_peft_model(plain, lora)
+    eager.load_state_dict(late.state_dict())
     for _ in range(2):
-        with pytest.raises(UsageError, match="3 parameters were added") as error:
-            late(**TRAIN)
-    assert "then parallelize it" in str(error.value) and "q_proj" in str(error.value.module)
+        found, wanted = late(**TRAIN).loss, eager(**TRAIN).loss
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        found.backward()
+        wanted.backward()
+    gradients = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
+    assert gradients and all("lora_" in n for n in gradients)
+    for name, param in late.named_parameters():
+        torch.testing.assert_close(param.grad, gradients.get(name), rtol=1e-4, atol=1e-6)
 
 
 def test_adapters_are_sharded_with_their_linears() -> None:
