@@ -13,7 +13,8 @@ After:   %n = rows(%mask, 'u0')                           # [s9 1]
          %r = rows(%m, 'u1'); %c = select(%r, 1, 0); %y = index(%x, [%c])
          %w[i] = select(%r, 1, i)
 A whole number that is read from a tensor is the size of a result of `megafx.length`, rows that are repeated are those of
-`megafx.repeats`, and a check for each relation that the trace relies on is an output of the graph.
+`megafx.repeats`, bincount adds ones to zeros of such a length, and a check for each relation that the trace relies on is an
+output of the graph.
 
 Before:  %n = item(%count); %a = arange(%n); %y = add(%x, %a)
 After:   %l = length(%count, 'u0'); %k = check_sizes([%l], [0], [%s], 'n0 == s0', ...); %a = arange(%s); %y = add(%x, %a)
@@ -246,6 +247,8 @@ class _Selecting:
             return node in self.makers and self._name_results(node)
         if node.target in _REPEATS:
             return node in self.makers and self._repeat(node, str(self.makers[node][0]))
+        if node.target is aten.bincount.default:
+            return node in self.makers and self._count(node, str(self.makers[node][0]))
         if node.target in _WHOLES:
             return replace(node, self._rows(node, node.args[0], node.meta[VAL].shape[0]))
         if node.target in _PARTS:
@@ -281,6 +284,26 @@ class _Selecting:
         if counts.meta[VAL].dim() == 0 or counts.meta[VAL].shape[0] == 1:
             counts = emit(aten.expand.default, counts, [self.editor.arg(x.meta[VAL].shape[dim])])
         return respell(node, aten.index_select.default, (x, dim, emit(repeats, counts, name)))
+
+    def _count(self, node: fx.Node, name: str) -> bool:
+        """bincount(x, weights, minlength) -> index_add(zeros(n), 0, x, weights or ones), n = max(x.max() + 1, minlength)."""
+        emit = self.editor.at(node)
+        x, weights, least = arguments(node, "self", "weights", "minlength")
+        made = node.meta[VAL]
+        like = {"dtype": made.dtype, "device": made.device}
+        x = emit(aten.to.dtype, x, torch.int64)
+        least = emit(aten.full.default, [1], least or 0, dtype=torch.int64, device=made.device)
+        greatest = emit(aten.amax.default, emit(aten.cat.default, [emit(aten.add.Tensor, x, 1), least]))
+        numbers = emit(length, greatest, name)
+        size = made.shape[0] if not self._name(made.shape[0]) else emit(aten.sym_size.int, numbers, 0)
+        zeros = emit(aten.full.default, [size if isinstance(size, fx.Node) else self.editor.arg(size)], 0, **like)
+        shape = [self.editor.arg(x.meta[VAL].shape[0])]
+        added = (
+            emit(aten.full.default, shape, 1, **like)
+            if weights is None
+            else emit(aten.detach.default, emit(aten.to.dtype, weights, made.dtype))
+        )
+        return respell(node, aten.index_add.default, (zeros, 0, x, added))
 
     def _name_results(self, node: fx.Node) -> bool:
         """The sizes of the results of an eager module that its code decides."""

@@ -31,3 +31,35 @@ def a_batch_is_cut_to_its_longest_sequence(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+class Counting(nn.Module):
+    """A mixture that sums the load of its experts in a buffer, and returns how often each class was chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, slot = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(rows[token]) * weights[token, slot, None])
+        counts = torch.bincount(chosen.flatten(), minlength=4)
+        self.load = self.load + counts
+        mass = torch.bincount(chosen.flatten(), weights=weights.detach().flatten(), minlength=4)
+        return (out * (counts / counts.sum()).max()).square().mean(), mass, torch.bincount(chosen[:, 0])
+
+
+@situation(ITEM)
+def a_mixture_counts_the_load_of_its_experts(loop: Loop) -> None:
+    model = loop.model(Counting())
+    for batch, length in ((2, 5), (3, 4)):
+        loss, mass, first = model(torch.randn(batch, length, 8))
+        loss.backward()
+        loop.see(loss=loss, mass=mass, first=first, load=model.load)
+    loop.see_gradients(model)

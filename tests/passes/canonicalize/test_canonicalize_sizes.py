@@ -55,6 +55,32 @@ def test_numbers_of_outputs_are_computed_behind_the_graph() -> None:
     assert program.call.unflatten([call[0].sum(), call[0].sum(), call[1]]) == Logged()(*call)
 
 
+class Counts(nn.Module):
+    def forward(self, load: Tensor, chosen: Tensor) -> Tensor:
+        return load + torch.bincount(chosen, minlength=4)
+
+
+def test_a_count_of_numbers_adds_ones() -> None:
+    program = capture_call(Counts(), (torch.zeros(2, 4), torch.tensor([1, 3, 3, 0, 1])))
+    canonicalize_program(program)
+    found = [line.split("#")[0].strip() for line in text(program).splitlines()]
+    assert [line for line in found if "check_sizes" not in line and "return" not in line] == COUNTED, found
+    assert [o.kind for o in program.outputs] == ["user", "check"]  # no number is 4 or more
+
+
+COUNTED = [
+    "%0 = args[0]",
+    "%1 = args[1]",
+    "%2 = full([1], 4, dtype=i64, device=cpu)",
+    "%3 = add(%1, 1)",
+    "%4 = cat([%3, %2])",
+    "%5 = amax(%4)",
+    "%6 = length(%5, 'u0')",
+    "%9 = full([4], 0, dtype=i64, device=cpu)",
+    "%10 = full([5], 1, dtype=i64, device=cpu)",
+    "%11 = index_add(%9, 0, %1, %10)",
+    "%12 = add(%0, %11)",
+]
 EXPECTED = [
     "%2 = length(%1, 'u0')",
     "%3 = check_sizes([%2], [0], [], 'n0 <= 5",
