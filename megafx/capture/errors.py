@@ -18,6 +18,7 @@ from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_functions import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
+from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP_INPUTS
 
 _OF_TRUTH = re.compile(r"'(Equality|Unequality|(Strict)?(Less|Greater)Than)'")  # sympy's, in an error of Python's
@@ -48,13 +49,32 @@ _SELECT = (
     "compute on the whole tensor with torch.where or a mask; a loss that does so can be computed from the model's output in "
     "your own loop (Hugging Face: call the model without labels)",
 )
+_PACKED = (
+    "sequences are packed (torch.nn.utils.rnn): the data of their lengths decides how many rows each step has",
+    "give the recurrent module the padded batch, or put what packs and unpacks into a submodule, which is left eager",
+)
+
+
+class PackedSequences(Exception):
+    """Code of the model packs sequences."""
+
+
+def packing(old: Any) -> Any:
+    """torch._VF._pack_padded_sequence while a model is traced: a trace would have the lengths of one batch."""
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if in_eager_code():
+            return old(*args, **kwargs)
+        raise PackedSequences
+
+    return refusing
 
 
 def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT)
+    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED)
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
@@ -122,6 +142,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
                 "leave only code eager that takes any numbers and sizes; what needs certain numbers, compute before the call, "
                 "and give the result to the model as an argument",
             )
+    if isinstance(error, PackedSequences):
+        return _PACKED
     if "GuardOnDataDependent" in name or "data-dependent" in message:
         if ".item(" in code or ".tolist(" in code:
             return _ITEM

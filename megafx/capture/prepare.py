@@ -43,6 +43,7 @@ from megafx.capture import tensor_hooks
 from megafx.capture.checks import only_skips, passing_checks
 from megafx.capture.conversions import functions_with, limits, with_conversions
 from megafx.capture.eager_functions import LeftFunction, left_functions
+from megafx.capture.errors import packing
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -177,6 +178,9 @@ def replacements(
     table += [Replacement(Tensor, "retain_grad", tensor_hooks.retain_grad, why)]
     for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward")):
         table += [Replacement(owner, name, tensor_hooks.no_gradients, why)]
+
+    why = "a trace has the lengths of one batch: the module that packs sequences is left eager"
+    table += [Replacement(torch._VF, "_pack_padded_sequence", packing, why)]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from advice import refused
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils import checkpoint
 
 import megafx
@@ -357,3 +358,51 @@ def test_an_argument_that_forward_changes() -> None:
     with refused("forward changes its argument <name>, a <kind>"):
         call(changes, seen={})
     works(copies, seen={})
+
+
+class Packs(nn.Module):
+    """A recurrent tagger of sequences of several lengths. padded: it reads the padded batch."""
+
+    def __init__(self, padded: bool = False) -> None:
+        super().__init__()
+        self.rnn, self.out, self.padded = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3), padded
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if self.padded:
+            inside = torch.arange(x.shape[1]) < lengths[:, None]
+            return self.out(self.rnn(x)[0] * inside[..., None])
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
+        return self.out(found)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tags = nn.Linear(4, 4), Packs()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.tags(self.first(x), lengths)
+
+
+@pytest.mark.filterwarnings("ignore:megafx cannot capture 'tags'")
+def test_packed_sequences() -> None:
+    torch.manual_seed(0)
+    plain, whole, lengths = Packs().double(), Tagger().double(), torch.tensor([3, 1])
+    with refused("sequences are packed (torch.nn.utils.rnn)"):
+        megafx.parallelize(copy.deepcopy(plain), ONE)(X, lengths)
+    padded = Packs(padded=True).double()
+    padded.load_state_dict(plain.state_dict())
+    left = ONE.replace(uncaptured="eager")
+    for eager, model in (
+        (plain, megafx.parallelize(padded, ONE)),
+        (whole, megafx.parallelize(copy.deepcopy(whole), left)),
+    ):
+        for length in (3, 2):
+            x = X[:, :length]
+            found, wanted = model(x, lengths.clamp(max=length)), eager(x, lengths.clamp(max=length))
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+            found.square().sum().backward()
+            wanted.square().sum().backward()
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
