@@ -22,10 +22,9 @@ class Chosen(nn.Module):
         probabilities = self.router(tokens).softmax(-1)
         weight, index = probabilities.max(-1)
         out = torch.zeros_like(tokens)
-        for i, expert in enumerate(self.experts):
+        for i in index.unique().tolist():
             places = (index == i).nonzero()[:, 0]
-            if places.numel() > 0:
-                out[places] = expert(tokens[places]) * weight[places, None]
+            out[places] = self.experts[i](tokens[places]) * weight[places, None]
         return {
             "y": self.drop(out * self.scale * times).view_as(x),
             "counts": index.bincount(minlength=3),
