@@ -106,7 +106,8 @@ def inputs_of(model: nn.Module, example_inputs: Any) -> Call:
 
 def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Values for made-up (meta) inputs: ids below the vocabulary size, ones for masks, normal numbers for floats."""
-    vocab = int(getattr(model.config, "vocab_size", 2))  # type: ignore[union-attr, arg-type]
+    config: Any = model.config
+    vocab = int(getattr(config, "vocab_size", 2))
     device = next(model.parameters()).device
     drawn = {}
     for name, value in kwargs.items():

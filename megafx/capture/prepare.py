@@ -57,8 +57,9 @@ from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replac
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
 from megafx.capture.quick_fakes import QuickFakeTensorMode
-from megafx.capture.reads import Reads, unrepeatable
+from megafx.capture.reads import Reads
 from megafx.capture.texts import text_of_number, text_of_tensor
+from megafx.capture.unrepeatable import unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of, trace_of_forward
@@ -171,7 +172,7 @@ def replacements(
     table += [Replacement(checkpoint, GENERATOR, new, why)]
 
     why = "`x.data` of a traced tensor leaves no trace: it is x.detach(), and what is assigned to it is written there"
-    table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), _set_data(old)), why)]  # type: ignore[attr-defined]
+    table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), _set_data(old)), why)]
 
     why = "a hook on a value inside of the model becomes a node; what a graph does not keep is an error"
     table += [Replacement(Tensor, "register_hook", functools.partial(tensor_hooks.register_hook, note), why)]

@@ -17,7 +17,6 @@ import os
 import random
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -31,7 +30,7 @@ from torch import nn
 
 from megafx.capture.code_names import chains, codes
 from megafx.capture.layerdrop import names_of
-from megafx.errors import CaptureError, SourceLine, or_leave_eager
+from megafx.errors import CaptureError, SourceLine
 from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
 from megafx.ir.source_lines import is_user_file, line_of
 from megafx.ops.eager_call import in_eager_code
@@ -70,7 +69,6 @@ _PROTOCOL = frozenset(  # methods that code calls without naming them
     ]
 )
 _MEMO = type(lru_cache(lambda: None))
-_CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 
 
 class Reads:
@@ -117,13 +115,13 @@ class Reads:
             self.on = False
             for memo in self.memos:
                 memo.cache_clear()
-        if any(_names_layerdrop(m) for m in self.model.modules()):
+        if any(names_layerdrop(m) for m in self.model.modules()):
             return  # numbers that are compared with it decide nothing: it is 0 while a model is traced (prepare.py)
         for place, state in self.generators:
             if _generator_state(place.get()) != state:
-                raise _not_repeatable(f"the generator of '{place.name}'", place.line)
+                raise not_repeatable(f"the generator of '{place.name}'", place.line)
         if (found := _states_differ(before, _states())) is not None:
-            raise _not_repeatable(found, None)
+            raise not_repeatable(found, None)
 
     def sets(self, module: nn.Module, name: str, fqn: str) -> None:
         """Code of the module `fqn`, which is left eager, sets this attribute, of itself or of a module in it."""
@@ -154,7 +152,7 @@ class Reads:
                 )
             outside = name == "training" and id(owner) not in self.own  # a module that the key of a graph does not know
             if not self.on or (name in IGNORED and not outside) or name.startswith("__"):
-                if self.on and name == "__dict__" and _is_looked_at(_reader().f_code.co_filename):
+                if self.on and name == "__dict__" and is_looked_at(_reader().f_code.co_filename):
                     self._note_all(owner)
                 return plain(owner, name)
             try:
@@ -309,7 +307,7 @@ class Reads:
             frame: types.FrameType | None = sys._getframe(2)  # past what makes it this thread's (prepare.py)
             while frame is not None and frame.f_code.co_filename in _OF_ENVIRON:
                 frame = frame.f_back
-            if self.on and frame is not None and _is_looked_at(frame.f_code.co_filename):
+            if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
                 place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
                 self.places.setdefault((id(ENVIRONMENT), name), place)
             return plain(environ, name)
@@ -344,7 +342,7 @@ class Reads:
             self._forget(function)
         function = inspect.unwrap(function) if callable(function) else function
         code = getattr(function, "__code__", None)
-        if not isinstance(function, types.FunctionType) or code is None or not _is_looked_at(code.co_filename):
+        if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
         package = str(function.__module__).partition(".")[0]
         if "site-packages" in code.co_filename and package not in self._packages:
@@ -443,7 +441,7 @@ class Reads:
                 self.look_through_class(value, *rest[:1])
             return
         if isinstance(value, types.FunctionType):
-            if not _is_looked_at(value.__code__.co_filename):
+            if not is_looked_at(value.__code__.co_filename):
                 return self._bound(place)
             if rest and not rest[0].startswith("__"):  # an attribute of a function
                 self.met(value, place.name)
@@ -610,7 +608,7 @@ def _from_getattr(cls: type, name: str) -> bool:
     return not any(name in vars(base) for base in cls.__mro__)
 
 
-def _is_looked_at(file: str) -> bool:
+def is_looked_at(file: str) -> bool:
     """Whether code in a file may name state of the user (or of a model library)."""
     return (is_user_file(file) and not file.startswith((_STDLIB, "<"))) or (
         "site-packages" in file and is_user_file(file)
@@ -638,7 +636,7 @@ def _generator_state(value: Any) -> Any:
     return repr(value.getstate()) if isinstance(value, random.Random) else None
 
 
-def _names_layerdrop(module: nn.Module) -> bool:
+def names_layerdrop(module: nn.Module) -> bool:
     return any(name.endswith("layerdrop") for name in names_of(module))
 
 
@@ -653,69 +651,6 @@ def _states_differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> str | Non
     return None if rest == others and np.array_equal(keys, now) else "a random number of numpy"
 
 
-def _not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
+def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
     fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)
-
-
-def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
-    """(owner, name, its replacement in a trace, why) of functions that give something else at each call."""
-    table: list[tuple[Any, str, Callable[[Any], Any], str]] = [
-        (type(os.environ), "__getitem__", reads.environment, "a graph is for what variables of the environment hold")
-    ]
-    why = "a graph would have the same number at every call"
-    for module, shown in ((random, "Python's `random`"), (np.random, "numpy")):
-        for name in dir(module):
-            function = vars(module).get(name)
-            if isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState)) and not any(
-                word in name for word in ("state", "seed")
-            ):
-                table.append((module, name, _refusing(reads, f"a random number of {shown}"), why))
-    why = "a graph draws from the seed of its step"
-    for owner, names in ((torch, _SEEDS), (torch.random, _SEEDS), (torch.cuda, _SEEDS_OF_CUDA)):
-        table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
-    table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
-    table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
-    return table
-
-
-_SEEDS = ("manual_seed", "seed", "set_rng_state")
-_SEEDS_OF_CUDA = ("manual_seed", "manual_seed_all", "set_rng_state")
-
-
-def _refusing_seeds(reads: Reads, name: str) -> Callable[[Any], Any]:
-    def of(old: Any) -> Any:
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            line = line_of(frame, walk=False)
-            if not reads.on or in_eager_code() or line is None or not _is_looked_at(line.file):
-                return old(*args, **kwargs)
-            module = reads.names.get(id(frame.f_locals.get("self")))
-            fix = "draw the numbers before the call, and give them to forward or keep them in a buffer"
-            raise CaptureError(
-                f"forward sets the state of torch's generator ({name}): a graph draws from the seed of its step, and would "
-                "have other numbers at each call",
-                module=module,
-                source=line,
-                fix=or_leave_eager(fix, module),
-            )
-
-        return refusing
-
-    return of
-
-
-def _refusing(reads: Reads, what: str) -> Callable[[Any], Any]:
-    def of(old: Any) -> Any:
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            line = line_of(frame, walk=False)
-            owner = frame.f_locals.get("self")
-            drops = isinstance(owner, nn.Module) and _names_layerdrop(owner)
-            if not reads.on or line is None or not _is_looked_at(line.file) or drops:
-                return old(*args, **kwargs)
-            raise _not_repeatable(what, line)
-
-        return refusing
-
-    return of

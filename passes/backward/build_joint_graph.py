@@ -330,10 +330,11 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
     if node.target is aten.copy.default:  # into memory of this form: a copy that changes nothing but the memory
-        value: Any = node.args[1].meta[VAL]  # type: ignore[union-attr]
+        given: Any = node.args[1]
+        value = given.meta[VAL]
         alike = value.dtype == node.meta[VAL].dtype and value.device == node.meta[VAL].device
         forms = [[*v.shape, *v.stride()] for v in (value, node.meta[VAL])]
-        return node.args[1] if alike and same_sizes(*forms) else None  # type: ignore[return-value]
+        return given if alike and same_sizes(*forms) else None
     return source if node.target in RESHAPES and same_sizes(node.meta[VAL].shape, source.meta[VAL].shape) else None
 
 

@@ -92,8 +92,9 @@ def _embedding(compute: Any) -> Any:
     """compute: `look_up` or `give_back` of ops/embedding_of_rank.py."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-        x, ids, padding_idx, layout, axis, t = node.args
-        made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)  # type: ignore[arg-type,index]
+        args: Any = node.args
+        x, ids, padding_idx, layout, axis, t = args
+        made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)
         return made
 
     return bind

@@ -19,7 +19,8 @@ from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.layerdrop import LayerDraws
 from megafx.capture.prepare import Replacement, replaced, replacements
-from megafx.capture.reads import Reads, unrepeatable
+from megafx.capture.reads import Reads
+from megafx.capture.unrepeatable import unrepeatable
 from megafx.ops.eager_probes import LeftEager
 
 
