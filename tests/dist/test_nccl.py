@@ -1,5 +1,5 @@
-"""The training example on two GPUs (NCCL), tensor and data parallel: gradients of a step and the loss curve of some more are
-those of one process, with dropout. What gloo's ranks show on CPUs; here with the library's collectives and the kernels."""
+"""The training example on two and four GPUs (NCCL), tensor and data parallel: gradients of a step and the loss curve of some
+more are those of one process, with dropout. What gloo's ranks show on CPUs; here with the library's collectives and the kernels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,29 @@ def test_two_gpus_train_as_one(options: str) -> None:
     assert "the curves differ by at most" in run(EXAMPLE, "--steps", "12", "--layers", "2", *options.split())
 
 
+@four_gpus
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--dtype float32",
+        "--dtype float32 --heads 6 --embd 192 --seq 127 --sequence-parallel on",
+        "--dtype float64 --heads 6 --embd 192 --seq 127 --sequence-parallel on",
+        "--dtype float32 --dp 2 --data-parallel fsdp",
+        "--dtype float64 --dp 2 --data-parallel zero1 --sequence-parallel on --seq 127",
+        "--dtype float64 --dp 4 --data-parallel fsdp",
+    ],
+)
+def test_four_gpus_train_as_one(options: str) -> None:
+    assert "the curves differ by at most" in run(EXAMPLE, "--steps", "12", "--layers", "2", *options.split(), ranks=4)
+
+
+@four_gpus
+def test_a_checkpoint_of_four_gpus_goes_on_with_two(tmp_path: Path) -> None:
+    options = f"--dtype float64 --layers 2 --seq 127 --sequence-parallel on --save {tmp_path} --save-every 6".split()
+    run(EXAMPLE, "--steps", "6", *options, ranks=4)
+    assert "the curves differ by at most" in run(EXAMPLE, "--steps", "12", "--resume", *options)
+
+
 def test_experts_split_over_two_gpus() -> None:
     assert "2 x cuda" in run(EXPERTS)
 
@@ -56,9 +80,9 @@ def test_a_fault_inside_of_an_exchange(tmp_path: Path, how: str) -> None:
     assert "was not stopped" not in text and time.monotonic() - begin < 140, text
 
 
-def run(script: Path, *options: str) -> str:
-    """What it prints on two ranks."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run(script: Path, *options: str, ranks: int = 2) -> str:
+    """What it prints on so many ranks."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launch, str(script), *options]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
