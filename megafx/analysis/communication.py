@@ -13,10 +13,12 @@ from torch import fx
 import megafx.ops.gather_region  # noqa: F401  registers the op; collectives, which it imports, gives _c10d_functional its fakes
 from megafx.ir.nodes import aten_ops, in_backward
 from megafx.ir.program import VAL, Program, fqn_of
+from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
+from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, payload
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-PRODUCTS = aten_ops("mm addmm bmm baddbmm")
+PRODUCTS = aten_ops("mm addmm bmm baddbmm") | {scaled_mm, mm_fp32, addmm_fp32}
 
 # Starts of collectives: target -> name in placements.TRANSITIONS. Those that passes move about, and all.
 STARTS: dict[Any, str] = {

@@ -27,6 +27,7 @@ from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.communicate.add_pending import add_pending
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
+from megafx.passes.communicate.coalesce_maxima import coalesce_maxima
 from megafx.passes.communicate.data_parallel import data_parallel
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.gather_parameters import gather_parameters
@@ -137,6 +138,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     merge_transitions,
     expand_transitions,
     gather_parameters,
+    coalesce_maxima,
     choose_kept,
     add_pending,
     data_parallel,

@@ -2,7 +2,7 @@
 
     gather_start, gather_wait            all_gather_into_tensor and wait_tensor
     regather_start                       after a reduce-scatter: the second half of an all-reduce
-    gather_matmul                        a gather, and products with each rank's rows as they arrive
+    gather_matmul                        a gather, and products with each rank's rows as they arrive; of bf16 or of FP8
     scatter_start, scatter_wait          reduce_scatter_tensor ("sum") and wait_tensor
     matmul_scatter_start                 a product whose rows leave for their rank as soon as they are made
 
@@ -45,9 +45,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
+from torch.nn import functional as F
 
 from megafx.distributed.agreement import gather_objects
 from megafx.distributed.failures import timeout_of
+from megafx.kernels.fp8.scaled_mm import scaled_mm
 
 SLOTS = 3
 
@@ -241,9 +243,9 @@ class Exchange:
             rows = self.next[self.rank][self.rank]
         return self.gather(self.finish(pending, rows), own)
 
-    def scatter(self, rows: Sequence[int], like: Tensor) -> tuple[Pending, list[Tensor]]:
+    def scatter(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """A reduce-scatter of summands [ranks, *rows] to come, each rank's by `send`; and the slots, for `send`."""
-        slots = self._open(rows, like.dtype)
+        slots = self._open(rows, dtype)
         pending = Pending(slots[self.rank], True, rows)
         self.under_way.append(pending)
         return pending, slots
@@ -360,11 +362,10 @@ def gather_wait(pending: Pending, group: str, rank: int) -> Tensor:
     return _exchanges[group, rank].finish(pending)
 
 
-def gather_matmul(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: str, rank: int, own: bool
-) -> tuple[Tensor, ...]:
-    """x: [rows, ..., k] of this rank; weights: [k, n] each; biases: [n] each -> (gathered, a product [all rows, n] for each).
+def gather_matmul(x: Tensor, rights: Sequence[tuple[Any, ...]], group: str, rank: int, own: bool) -> tuple[Tensor, ...]:
+    """x: [rows, ..., k] of this rank -> (gathered, a product [all rows, n] for each right operand).
 
+    rights: (weight [k, n], bias [n] or None); of FP8, `scaled_mm`'s operands after the first, with scales of all rows.
     gathered, own: as of `gather_start`. The product with this rank's rows runs while those of others come.
     """
     exchange = _exchanges[group, rank]
@@ -372,14 +373,15 @@ def gather_matmul(
     parts = pending.parts.view(exchange.size, -1, x.shape[-1])
     assert pending.mine is not None
     mine, rows = pending.mine.view(parts.shape[1:]), parts.shape[1]
-    products = [x.new_empty(exchange.size * rows, w.shape[1]) for w in weights]
+    made = [_made(x, right) for right in rights]
+    products = [x.new_empty((exchange.size * rows, n), dtype=dtype) for n, dtype in made]
     for source in (exchange.rank, *exchange.others):
         part = mine
         if source != exchange.rank:
             exchange.arrived(pending, source)
             part = parts[source]
-        for weight, bias, product in zip(weights, biases, products, strict=True):
-            _product(part, weight, bias, product[source * rows : (source + 1) * rows])
+        for right, product in zip(rights, products, strict=True):
+            _product(part, right, source * rows, product[source * rows : (source + 1) * rows])
     return exchange.finish(pending), *products
 
 
@@ -387,7 +389,7 @@ def scatter_start(x: Tensor, group: str, rank: int) -> Pending:
     """x: summands [ranks x rows, ...] -> under way: the sum of all ranks' summands of this rank's rows. For `scatter_wait`."""
     exchange = _exchanges[group, rank]
     summands = x.view(exchange.size, x.shape[0] // exchange.size, *x.shape[1:])
-    pending, slots = exchange.scatter(summands.shape[1:], x)
+    pending, slots = exchange.scatter(summands.shape[1:], x.dtype)
     for to in exchange.others:
         exchange.send(pending, slots, to, summands[to])
     pending.parts[exchange.rank].copy_(summands[exchange.rank])
@@ -399,16 +401,18 @@ def scatter_wait(pending: Pending, group: str, rank: int) -> Tensor:
     return _exchanges[group, rank].finish(pending)
 
 
-def matmul_scatter_start(a: Tensor, weight: Tensor, shape: Sequence[int], group: str, rank: int) -> Pending:
-    """a: [all rows, k], weight: [k, n] -> a @ weight, seen as summands of this shape [ranks x rows, ..., n], on their way.
+def matmul_scatter_start(a: Tensor, right: tuple[Any, ...], shape: Sequence[int], group: str, rank: int) -> Pending:
+    """a: [all rows, k] -> its product with `right`, seen as summands of this shape [ranks x rows, ..., n], on their way.
 
-    Rows beyond those of a are zero padding. Rows for other ranks are made first, this rank's own last.
+    right: as of `gather_matmul`. Rows beyond those of a are zero padding. Rows for other ranks are made first, this rank's own
+    last.
     """
     exchange = _exchanges[group, rank]
     ranks = exchange.size
-    pending, slots = exchange.scatter((shape[0] // ranks, *shape[1:]), a)
+    dtype = _made(a, right)[1]
+    pending, slots = exchange.scatter((shape[0] // ranks, *shape[1:]), dtype)
     rows = math.prod(shape[:-1]) // ranks
-    made = a.new_empty(ranks, rows, shape[-1])
+    made = a.new_empty((ranks, rows, shape[-1]), dtype=dtype)
     for to in (*exchange.others, exchange.rank):
         own = to == exchange.rank
         target = pending.parts[to].view(rows, shape[-1]) if own else made[to]
@@ -416,14 +420,26 @@ def matmul_scatter_start(a: Tensor, weight: Tensor, shape: Sequence[int], group:
         if part.shape[0] < rows:
             target[part.shape[0] :].zero_()
         if part.shape[0]:
-            torch.mm(part, weight, out=target[: part.shape[0]])
+            _product(part, right, to * rows, target[: part.shape[0]])
         if not own:
             exchange.send(pending, slots, to, made[to].view(pending.parts.shape[1:]))
     return pending
 
 
-def _product(a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(a, weight, out=out)
+def _made(a: Tensor, right: tuple[Any, ...]) -> tuple[int, torch.dtype]:
+    """Columns and dtype of a product."""
+    return (right[0].shape[1], a.dtype) if len(right) == 2 else (right[0].shape[0], right[-1])
+
+
+def _product(a: Tensor, right: tuple[Any, ...], first: int, out: Tensor) -> None:
+    """out: [rows, n] <- a, which are rows `first` and following of all, times `right`."""
+    if len(right) > 2:
+        b, scale, columns, format_a, format_b, dtype = right
+        if scale.dim():
+            scale = scale[first : first + a.shape[0]]
+            scale = F.pad(scale, (0, a.shape[0] - scale.shape[0]), value=1.0)  # rows of padding have none
+        scaled_mm(a, b, scale, columns, format_a, format_b, dtype, out)
+    elif right[1] is None:
+        torch.mm(a, right[0], out=out)
     else:
-        torch.addmm(bias, a, weight, out=out)
+        torch.addmm(right[1], a, right[0], out=out)

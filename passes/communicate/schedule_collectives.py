@@ -13,7 +13,8 @@ collectives keep their order among themselves.
 Starts move up to their operands, waits down to their first user. In backward, products that no collective depends on
 (gradients of sharded weights) can run late: each collective, the last first, takes the latest such product that was due before
 it; then, in the same order, takes more until its time is covered. Those whose result is a gradient and nothing else choose
-last. A product passes MOST_PASSED other collectives at most, because it keeps its operands alive.
+last, and collectives of few bytes after the others. A product passes MOST_PASSED other collectives at most, because it keeps
+its operands alive.
 
 Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end.
 """
@@ -21,22 +22,27 @@ Sums of gradients over data-parallel ranks start once their last gradient is the
 from __future__ import annotations
 
 import bisect
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from megafx.analysis.communication import is_product, is_region_gather, is_start, is_wait
 from megafx.analysis.prices import seconds
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
-from megafx.ir.program import Phase, Program, ancestors
+from megafx.ir.program import VAL, Phase, Program, ancestors
+from megafx.kernels.fp8.quantize import quantize, transposed
 from megafx.placements.data_axis import DATA_AXES
 from megafx.planner.context import Planner
+from megafx.planner.timeline import LEAST_BYTES
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 # With sequence parallelism two collectives have only a norm between them, and the products of the block serve both.
 MOST_PASSED = 1
 # A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
 MOST_HOISTED = 4
+_CASTS = (quantize, transposed)
 
 
 @dataclass
@@ -86,10 +92,13 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
     due = {n: _due(n, position) for n in free}
     free.sort(key=due.__getitem__)
     waited_for = [c for c in backward if _is_waited_for(c.wait)]
-    for group in (waited_for, [c for c in backward if c not in waited_for]):
+    large = [c for c in waited_for if _bytes(program, c) >= LEAST_BYTES]
+    small = [c for c in waited_for if c not in large]  # largest magnitudes of FP8, one number each
+    counted = large or waited_for
+    for group in (large, small, [c for c in backward if c not in waited_for]):
         for until_covered in (False, True):
             for collective in reversed(group):
-                passed = [c.due for c in waited_for if c.due < collective.due]
+                passed = [c.due for c in counted if c.due < collective.due]
                 oldest = passed[-1 - MOST_PASSED] if len(passed) > MOST_PASSED else -2  # -1 is due at once
                 while collective.covered < collective.seconds if until_covered else not collective.fillers:
                     product = next((n for n in reversed(free) if oldest < due[n] <= collective.due), None)
@@ -100,9 +109,20 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                     collective.covered += seconds(program, product, planner.hardware, planner.t)
 
 
+def _bytes(program: Program, collective: _Collective) -> int:
+    value = collective.start.meta[VAL]
+    return program.sizes.bytes(value)
+
+
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
-    """The position after which the node can run; views of operands cost nothing and count as what they show."""
-    return max((position.get(storage_of(a), -1) for a in node.all_input_nodes), default=-1)
+    """The position after which the node can run. Views of operands cost nothing and count as what they show; casts to FP8
+    that are for the node alone move with it."""
+    found = -1
+    for operand in map(storage_of, node.all_input_nodes):
+        cast: Any = operand.args[0] if operand.target is operator.getitem else operand
+        alone = cast.target in _CASTS and {u for n in (cast, *cast.users) for u in n.users} <= {node, *cast.users}
+        found = max(found, _due(cast, position) if alone else position.get(operand, -1))
+    return found
 
 
 def _is_waited_for(wait: fx.Node) -> bool:

@@ -3,11 +3,13 @@
 Before:  %g = wait_tensor(all_gather_into_tensor(%x, 2, '7')); %y = mm(view(%g), %w)
          %s = reduce_scatter_tensor(view(mm(%a, %v)), 'sum', 2, '7'); %dw = mm(%b, %c); %z = wait_tensor(%s)
          %r = wait_tensor(all_reduce(mm(%d, %u), 'sum', '7'))
-After:   %g, %y = gather_matmul(%x, [%w], [None], '7', rank, own)
-         %s = matmul_scatter_start(%a, %v, shape, '7', rank); %dw = mm(%b, %c); %z = scatter_wait(%s, '7', rank)
-         %t = matmul_scatter_start(%d, %u, shape, '7', rank); %r = gather_wait(regather_start(%t, '7', rank, own), '7', rank)
-Legal because: rows of a product depend on the same rows of its left operand alone, and rows are in the order of their ranks
-(`_keeps_rows`); each function is what it replaces (distributed/exchange.py). All sum in the order of the ranks.
+After:   %g, %y = gather_matmul(%x, [(%w, None)], '7', rank, own)
+         %s = matmul_scatter_start(%a, (%v, None), shape, '7', rank); %dw = mm(%b, %c); %z = scatter_wait(%s, '7', rank)
+         %t = matmul_scatter_start(%d, (%u, None), shape, '7', rank)
+         %r = gather_wait(regather_start(%t, '7', rank, own), '7', rank)
+Legal because: rows of a product (of FP8: with the scale of all rows, or of each) depend on the same rows of its left operand
+alone, and rows are in the order of their ranks (`_keeps_rows`); each function is what it replaces
+(distributed/exchange.py). All sum in the order of the ranks.
 
 A gather whose product does not follow at once, and a scatter of what no product made, have a separate start and wait: products
 that `schedule_collectives` put between them run meanwhile. An all-reduce becomes a reduce-scatter and a gather, which starts as
@@ -33,6 +35,7 @@ from megafx.distributed import exchange
 from megafx.ir.nodes import COPIES, RESHAPES, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, inherit
 from megafx.kernels.common.op import writes_into
+from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.moves import same_size, same_sizes
@@ -48,7 +51,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
 PAD = torch.ops.megafx.pad_rows.default
-PRODUCTS = (aten.mm.default, aten.addmm.default)
+SUMS = (aten.mm.default, scaled_mm)  # products that add nothing, so that their results can be summed over ranks
+PRODUCTS = (*SUMS, aten.addmm.default)
 GATHERS = (exchange.gather_start, exchange.gather_matmul, exchange.regather_start)
 BEGIN = (*GATHERS, exchange.scatter_start, exchange.matmul_scatter_start)  # operations of the exchange, in order
 
@@ -148,9 +152,9 @@ class _Overlap:
         products = self._products(start, wait)
         if products:
             first = products[0]
-            weights, biases = zip(*(_weight_and_bias(p) for p in products), strict=True)
+            rights = [_right(p) for p in products]
             values = (wait.meta[VAL], *(p.meta[VAL] for p in products))
-            call = self._call(first, exchange.gather_matmul, x, [*weights], [*biases], *self.end, False, value=values)
+            call = self._call(first, exchange.gather_matmul, x, rights, *self.end, False, value=values)
             gathered = self._call(first, operator.getitem, call, 0, value=wait.meta[VAL])
             views = _dependents(wait, first)
             wait.replace_all_uses_with(gathered)
@@ -186,7 +190,7 @@ class _Overlap:
         x: Any = start.args[0]
         product, shape = _product_behind(x), _sizes(x)
         if product is not None and shape is not None:
-            begun = self._call(start, exchange.matmul_scatter_start, *product.args, shape, *self.end)
+            begun = self._call(start, exchange.matmul_scatter_start, _left(product), _right(product), shape, *self.end)
         else:
             begun = self._call(start, exchange.scatter_start, x, *self.end)
         ended = self._call(wait, exchange.scatter_wait, begun, *self.end)
@@ -203,7 +207,8 @@ class _Overlap:
         between = [n for n in _between(start, wait) if is_product(n)]
         behind, value = start.next, x.meta[VAL]
         if product is not None:
-            begun = self._call(start, exchange.matmul_scatter_start, *product.args, [padded, shape[-1]], *self.end)
+            operands = _left(product), _right(product), [padded, shape[-1]]
+            begun = self._call(start, exchange.matmul_scatter_start, *operands, *self.end)
         else:
             flat = x if len(shape) == 2 else self._call(start, aten.view.default, x, [rows, shape[-1]], value=value)
             flat = flat if padded is rows else self._call(start, PAD, flat, padded, value=value)
@@ -292,7 +297,7 @@ def _product_behind(x: Any) -> fx.Node | None:
     """The product whose rows x has, perhaps padded at the end, if nothing else reads them."""
     node = x
     while isinstance(node, fx.Node) and len(node.users) == 1:
-        if node.target is aten.mm.default:
+        if node.target in SUMS:
             return node
         if not _keeps_rows(node):
             break
@@ -357,7 +362,7 @@ def _rows(node: fx.Node, base: fx.Node) -> Any:
 
 
 def _left(product: fx.Node) -> Any:
-    return product.args[0] if product.target is aten.mm.default else product.args[1]
+    return product.args[1] if product.target is aten.addmm.default else product.args[0]
 
 
 def _adds(product: fx.Node, base: fx.Node) -> bool:
@@ -365,10 +370,11 @@ def _adds(product: fx.Node, base: fx.Node) -> bool:
     return product.target is aten.addmm.default and storage_of(product.args[0]) is base  # type: ignore[arg-type]
 
 
-def _weight_and_bias(product: fx.Node) -> tuple[Any, Any]:
-    if product.target is aten.mm.default:
-        return product.args[1], None
-    return product.args[2], product.args[0]
+def _right(product: fx.Node) -> tuple[Any, ...]:
+    """The right operand as the exchange takes it: (weight, bias), or that of FP8."""
+    if product.target is aten.addmm.default:
+        return product.args[2], product.args[0]
+    return product.args[1:] if product.target is scaled_mm else (product.args[1], None)
 
 
 # -- places in the graph

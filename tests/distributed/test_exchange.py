@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megafx.distributed import exchange
+from megafx.kernels.fp8.scaled_mm import scaled_mm
 
 GROUP = "a test's ranks"
 
@@ -78,7 +79,7 @@ def test_gather_and_products(size, own):
     whole = torch.cat(xs)
 
     def gather(rank: int) -> Any:
-        found, y, z = exchange.gather_matmul(xs[rank], [w, v], [None, bias[0]], GROUP, rank, own)
+        found, y, z = exchange.gather_matmul(xs[rank], [(w, None), (v, bias[0])], GROUP, rank, own)
         started = exchange.gather_start(xs[rank], GROUP, rank, True)
         return found.clone(), y, z, exchange.gather_wait(started, GROUP, rank)
 
@@ -86,6 +87,32 @@ def test_gather_and_products(size, own):
         assert torch.equal(found, whole) and torch.equal(again, whole)
         torch.testing.assert_close(y, whole @ w)
         torch.testing.assert_close(z, whole @ v + bias[0])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("each", [False, True])
+def test_products_of_fp8(size, each):
+    """Bytes are gathered and multiplied in pieces; with a scale for each row, rows of padding have none."""
+    rows, missing = 3, 1
+    whole = torch.randint(0, 119, (size * rows, 5), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    right = torch.randint(0, 119, (4, 5), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    scale = torch.rand([size * rows - missing] if each else [], dtype=torch.float64)
+    columns = torch.rand([4] if each else [], dtype=torch.float64)
+    operands = (right, scale, columns, "e4m3", "e4m3", torch.float64)
+    real = whole[: size * rows - missing]
+    wanted = scaled_mm(real, *operands)
+
+    def both(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        found, y = exchange.gather_matmul(whole[rank * rows :][:rows], [operands], GROUP, rank, False)
+        found = found.clone()
+        begun = exchange.matmul_scatter_start(real, operands, [size * rows, 4], GROUP, rank)
+        return found, y, exchange.scatter_wait(begun, GROUP, rank)
+
+    for rank, (found, y, summed) in enumerate(run(size, both)):
+        assert torch.equal(found, whole) and y.dtype == torch.float64
+        torch.testing.assert_close(y[: len(wanted)], wanted)
+        padded = torch.cat([size * wanted, torch.zeros(missing, 4, dtype=torch.float64)])
+        torch.testing.assert_close(summed, padded[rank * rows :][:rows])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -98,7 +125,7 @@ def test_products_and_scatter(size, missing):
     whole[: size * rows - missing] = sum(a @ b for a, b in zip(lefts, rights, strict=True))
 
     def scatter(rank: int) -> tuple[Tensor, Tensor]:
-        begun = exchange.matmul_scatter_start(lefts[rank], rights[rank], [size * rows, 4], GROUP, rank)
+        begun = exchange.matmul_scatter_start(lefts[rank], (rights[rank], None), [size * rows, 4], GROUP, rank)
         first = exchange.scatter_wait(begun, GROUP, rank)
         padded = torch.zeros(size * rows, 4, dtype=torch.float64)
         padded[: lefts[rank].shape[0]] = lefts[rank] @ rights[rank]
@@ -118,10 +145,10 @@ def test_all_reduce(size, own):
     def reduce(rank: int) -> list[Tensor]:
         found = []
         for _ in range(4):
-            begun = exchange.matmul_scatter_start(lefts[rank], rights[rank], [size * 2, 4], GROUP, rank)
+            begun = exchange.matmul_scatter_start(lefts[rank], (rights[rank], None), [size * 2, 4], GROUP, rank)
             begun = exchange.regather_start(begun, GROUP, rank, own)
             found.append(exchange.gather_wait(begun, GROUP, rank)[:-1].clone())
-        begun = exchange.matmul_scatter_start(lefts[rank], rights[rank], [size * 2, 4], GROUP, rank)
+        begun = exchange.matmul_scatter_start(lefts[rank], (rights[rank], None), [size * 2, 4], GROUP, rank)
         other = exchange.gather_start(lefts[rank], GROUP, rank, True)  # ends the reduce-scatter
         begun = exchange.regather_start(begun, GROUP, rank, own)
         found.append(exchange.gather_wait(begun, GROUP, rank)[:-1].clone())

@@ -16,6 +16,7 @@ Needs an NVIDIA GPU of compute capability 8.9 or higher.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +41,14 @@ def reference(
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format_a: str, format_b: str, dtype: torch.dtype
-) -> Tensor:
-    """The op."""
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format_a: str, format_b: str, dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The op. out: memory for the result."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"scaled_mm needs [m, k] and [n, k], got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.device.type != "cuda" or dtype == torch.float64 or not a.numel() or not b.numel():
-        return reference(a, b, scale_a, scale_b, format_a, format_b, dtype)
+        return _into(out, reference(a, b, scale_a, scale_b, format_a, format_b, dtype))
     _check_device(a.device)
     n, beyond = b.shape[0], -a.shape[1] % MULTIPLE
     if beyond:
@@ -64,8 +66,15 @@ def scaled_mm(
         if each:
             scale_a, scale_b = scale_a.expand(a.shape[0])[:, None], scale_b.expand(b.shape[0])[None, :]
             scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
-        y = torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
-    return y if y.shape[1] == n else y[:, :n].contiguous()
+        options: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b, "out_dtype": dtype, "use_fast_accum": False}
+        if out is not None and b.shape[0] == n:
+            return torch._scaled_mm(left, right, **options, out=out)
+        y = torch._scaled_mm(left, right, **options)
+    return _into(out, y if y.shape[1] == n else y[:, :n].contiguous())
+
+
+def _into(out: Tensor | None, y: Tensor) -> Tensor:
+    return y if out is None else out.copy_(y)
 
 
 def _numbers(q: Tensor, format: str, dtype: torch.dtype) -> Tensor:

@@ -143,6 +143,29 @@ def test_what_overlaps(calls):
     }
 
 
+@pytest.mark.parametrize(("t", "seq", "recipe"), [(2, 8, "tensorwise"), (3, 5, "rowwise")])
+def test_products_of_fp8_overlap_alike(t, seq, recipe, calls, monkeypatch):
+    """Those of forward run in pieces, all but the head, and in backward a gradient of a weight follows each start of a
+    reduce-scatter. Numbers are those of one rank."""
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "first_last_layers_bf16": False, "hardware": "h100-nvlink"}
+    orders, run = [], overlap_products._Overlap.run
+
+    def kept(self):
+        gm, changes = run(self)
+        orders.append([n.target for n in gm.graph.nodes])
+        return gm, changes
+
+    monkeypatch.setattr(overlap_products._Overlap, "run", kept)
+    verdict = verify(t, 2, seq, bias=False, dropout=0.0, **fp8)
+    assert verdict and verdict.reference == "megafx at t=1", verdict
+    fused = {"tensorwise": 4, "rowwise": 4 + 4}[recipe]  # with few bytes also of backward
+    assert (calls["gather_matmul"], calls["matmul_scatter_start"]) == (fused, 8), calls
+    backward = orders[1]
+    for start in [i for i, target in enumerate(backward) if target is exchange.matmul_scatter_start]:
+        meanwhile = backward[start : backward.index(exchange.scatter_wait, start)]
+        assert torch.ops.megafx.scaled_mm.default in meanwhile
+
+
 @pytest.mark.slow
 def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
     whole = exchange.scatter_wait
