@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
+from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
@@ -99,7 +100,7 @@ class _Builder:
 
     def _communicates(self, node: fx.Node) -> bool:
         """Whether it is a transition with a collective; those of parameters' gradients come last, together."""
-        if node.target is not torch.ops.megafx.transition.default:
+        if not is_transition(node):
             return False
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -125,7 +126,7 @@ class _Builder:
     def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """The nodes drawn whose values it reads; transitions without communication are looked through."""
         for source in node.all_input_nodes:
-            while source.target is torch.ops.megafx.transition.default and source not in self.moves:
+            while is_transition(source) and source not in self.moves:
                 source = source.all_input_nodes[0]
             yield source
 
@@ -242,7 +243,7 @@ class _Builder:
             held += self._bytes(node) * part
             optimizer += 1e6 * optimizer_seconds(self.program.sizes.numel(node.meta[VAL]), self.planner.hardware) * part
             for user in node.users:
-                if user.target is torch.ops.megafx.transition.default:
+                if is_transition(user):
                     move = priced(self.program, self.planner, node, user)
                     if move.backward != LOCAL:
                         sent += move.backward_bytes
@@ -266,7 +267,7 @@ def _inside(fqn: str, region: str) -> str:
 def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, root = collectives(src, dst), value.meta[VAL], value
-    while root.target is torch.ops.megafx.transition.default:  # one of several in a row: what they move decides
+    while is_transition(root):  # one of several in a row: what they move decides
         root = root.all_input_nodes[0]
     needs_grad = root in planner.differentiable
     shape = program.sizes.shape(val)

@@ -21,7 +21,7 @@ from megafx.ops.again import AGAIN, when_repeated
 
 aten = torch.ops.aten
 # Ops of ours that run a user's code, or hold what one rank alone has.
-_NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.batch_sum", "megafx.gather_region")
+_NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.gather_region")
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 

@@ -1,7 +1,7 @@
 """MEGAFX_CHECK=2: run the program before and after each pass, and name the first pass that changed its numbers.
 
 The inputs are made up from the graph's own shapes. Until shapes are local, the graph runs on one rank; afterwards on all
-ranks, in the simulator. Data-parallel ranks join in from `place_batch` on (`Program.batch`), each with its part of one longer
+ranks, in the simulator. Data-parallel ranks join in from `place_axes` on (`Program.batch`), each with its part of one longer
 batch; if each rank has a loss of its own, all get the same rows, so that each computes what one rank does. Gradients appear
 when the joint graph is built: they are first compared with autograd's, on the last graph of global shapes and one batch.
 """

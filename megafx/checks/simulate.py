@@ -182,12 +182,6 @@ def _reduced(xs: Values, op: str) -> Tensor:
     return _REDUCTIONS[op](torch.stack([*xs]), 0)
 
 
-def _batch_sum(xs: Values, axis: str, size: int) -> Values:
-    if size != len(xs):
-        raise PlacementError(f"a sum over {size} ranks runs on {len(xs)}")
-    return _all_reduce(xs, "sum", axis)
-
-
 def _all_reduce(xs: Values, op: str, group: str) -> Values:
     total = _reduced(xs, op)
     return [total.clone() for _ in xs]
@@ -236,7 +230,6 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
-    mfx.batch_sum.default: _batch_sum,
     mfx.owner_parameter.default: _owner_parameter,
     mfx.gather_region.default: _gather_region,
     c10d.wait_tensor.default: lambda xs: xs,

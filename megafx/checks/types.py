@@ -226,7 +226,7 @@ def _check_embedding(checker: _Checker, node: fx.Node) -> None:
 
 
 def _check_transition(checker: _Checker, node: fx.Node) -> None:
-    if node.args[6] != checker.t:
+    if is_transition(node) and node.args[6] != checker.t:
         raise fail(node, f"is for {node.args[6]} ranks, the axis has {checker.t}")
 
 

@@ -56,7 +56,7 @@ from megafx.passes.lower.schedule_offload import schedule_offload
 from megafx.passes.lower.write_padded_rows import write_padded_rows
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
-from megafx.passes.plan.place_batch import place_batch
+from megafx.passes.plan.place_axes import place_axes
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner
@@ -105,7 +105,7 @@ PLANNING: tuple[PassFunction, ...] = (
     share_logsumexp,
     fuse,
     describe_masks,
-    place_batch,
+    place_axes,
     join_experts,
     flatten_tokens,
     plan_sharding,

@@ -28,6 +28,7 @@ from megafx.ir.facts import facts_of
 from megafx.ir.nodes import SHAPED
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import COUNTING, size_sources
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import TRANSITIONS, Layout, Placement
 
 TRANSITION = "megafx.transition.default"
@@ -130,8 +131,9 @@ def _sizes(value: Any) -> Iterator[torch.SymInt]:
 # -- PLACED
 
 
-def is_transition(node: fx.Node) -> bool:
-    return node.op == "call_function" and str(node.target) == TRANSITION
+def is_transition(node: fx.Node, axis: str = TENSOR_AXIS) -> bool:
+    """True if the node is a transition on this axis."""
+    return node.op == "call_function" and str(node.target) == TRANSITION and node.args[5] == axis
 
 
 def ends_of(program: Program, node: fx.Node) -> tuple[Placement, Placement]:
@@ -301,7 +303,7 @@ def _same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 def check_collectives(program: Program) -> None:
     for node in program.graph.nodes:
-        if is_transition(node):
+        if str(node.target) == TRANSITION:
             raise fail(node, "is still whole", "expand_transitions writes transitions out as local ops and collectives")
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue

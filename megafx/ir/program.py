@@ -118,7 +118,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Batch:
-    """How the batch is cut over the data-parallel ranks (`place_batch`).
+    """How the batch is cut over the data-parallel ranks (`place_axes`).
 
     outputs: placement of each forward result on that axis; what has a gradient is R or S. Users' losses, of which each rank
     has one, are averaged. summed: gradients of the ranks are to be added, since those of the outputs are divided by the number

@@ -6,7 +6,6 @@
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
     megafx::pad_rows      [n, ...] -> [rows, ...] with zeros behind; the operand itself where n is rows when it runs
     megafx::mm_rows       a product [n, k] x [k, m] -> [rows, m] with zeros behind, as pad_rows of it
-    megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
 
 The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
 and cross entropy) must be executed:
@@ -126,12 +125,6 @@ def rank0_only(x: Tensor, axis: str) -> Tensor:
     return x.clone() if axis_rank(axis) == 0 else torch.zeros_like(x)
 
 
-@_op(lambda x, axis, size: torch.empty_like(x))
-def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
-    """x: summands of the ranks -> their sum, on every rank."""
-    return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
-
-
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """x: [n, ...] -> [rows, ...] with zeros behind, contiguous; x itself where it is that already."""
     return TENSORS.pad_rows(x, rows).contiguous()
@@ -155,7 +148,6 @@ torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fa
     lambda a, b, rows: a.new_empty([rows, b.shape[1]])
 )
 
-declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")
 
 
@@ -173,7 +165,6 @@ def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:
 
 mfx = torch.ops.megafx
 _differentiate(transition, lambda grad, shape, *ends: mfx.transition(grad, *dual_arguments(*ends)))
-_differentiate(batch_sum, lambda grad, shape, axis, size: mfx.batch_sum(grad, axis, size))
 _differentiate(rank_select, lambda grad, shape, axis: mfx.rank_place(grad, shape[0], axis))
 _differentiate(rank_place, lambda grad, shape, size, axis: mfx.rank_select(grad, axis))
 _differentiate(rank0_only, lambda grad, shape, axis: mfx.rank0_only(grad, axis))

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from megafx.analysis.costed_graph import priced, statistics, style_of, text_of
 from megafx.config import Config
+from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
@@ -168,7 +168,7 @@ def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[Pri
     while stack:
         value = stack.pop()
         for user in value.users:
-            if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
+            if is_transition(user) and PLACEMENT in value.meta:
                 transitions.append(priced(program, planner, value, user))
                 stack.append(user)
     gathered = statistics(program, planner, node)

@@ -285,3 +285,18 @@ def _where(call: OpCall) -> str:
     if call.op == "aten.where.self":
         return "lin: ~..., +..., +... -> ..."
     return f"{'lin' if scalar == 0 else 'nl'}: {order if scalar == 0 else order.replace('+', '')} -> ..."
+
+
+# -- other axes
+
+
+@family("megafx.transition")
+def _transition(call: OpCall) -> RuleText:
+    """A transition of another axis than the one that is placed: what it moves are whole dims, all others are free."""
+    moved = {int(tag[1:]) for tag in (call.get("src"), call.get("dst")) if tag[0] == "S"}
+    shape = call.first.shape
+    entries = [f"f{d}" for d in range(len(shape))]
+    operand = " ".join(f"{f}!" if d in moved else f for d, f in enumerate(entries))
+    result = " ".join(f"m{d}!" if d in moved else f for d, f in enumerate(entries))
+    why = {f"{letter}{d}": "the dim is moved on another axis" for d in moved for letter in "fm"}
+    return RuleText(f"lin: {operand} -> {result}", why)

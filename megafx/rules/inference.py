@@ -22,11 +22,12 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
-from megafx.ir.contracts import TRANSITION
+from megafx.ir.contracts import is_transition
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, is_draw, is_zero, op_name
 from megafx.ir.program import PLACEMENT, VAL, fqn_of, source_of
 from megafx.ir.sizes import Sizes
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import TRANSITIONS, Layout, M, P, Placement, R, S, owned
 from megafx.placements.views import concat_layouts, dim_groups, refit, slice_layout, view_options
 from megafx.rules.families import Shape
@@ -37,7 +38,7 @@ Facts = Mapping[fx.Node, Any]
 Result = Placement | tuple[Placement, ...]
 
 
-def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes) -> Result:
+def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes, axis: str = TENSOR_AXIS) -> Result:
     """What ranks hold of a call_function's result(s); PlacementError where the op must not take its operands as they are.
 
     facts: for each operand that is not the same on every rank (others may be left out), a placement, or a tuple of them.
@@ -47,7 +48,7 @@ def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes) -> Result:
         whole = facts.get(source, R)
         return whole[index] if isinstance(whole, tuple) else whole
     reader = _Inference(node, facts, t, sizes)
-    if str(node.target) == TRANSITION:
+    if is_transition(node, axis):
         return _transition(reader)
     types = facts_of(node.target).types
     return _by_types(reader, types) if types else reader.generic()

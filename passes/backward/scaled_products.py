@@ -32,6 +32,7 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
+from megafx.ir.contracts import is_transition
 from megafx.ir.facts import declared
 from megafx.ir.nodes import RESHAPES, behind, in_backward, op_name
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of
@@ -200,7 +201,7 @@ class _Scaler:
         if PLACEMENT in node.meta:
             found: Placement = node.meta[PLACEMENT]
             return found
-        if node.target is TRANSITION:
+        if is_transition(node):
             return Placement.parse(str(node.args[2]), _flat(self.program, node.args[4]))
         if node not in self.seen:
             operands = {n: self.placement(n) for n in node.all_input_nodes if isinstance(n.meta[VAL], torch.Tensor)}

@@ -1,9 +1,7 @@
-"""Add the collectives of the data-parallel axis: sums of gradients, of the loss, and of what an op needs of all batches.
+"""Add the collectives of the data-parallel axis that come last: sums of gradients, of the loss and of counts.
 
-Before:  %n2 = batch_sum(%n, 'dp', 2)                 # (place_batch)
-         return loss, ..., %da, %db                   # of this rank's rows
-After:   %n2 = wait_tensor(all_reduce(%n, 'dp'))
-         %c = cat([%db.view(-1), %da.view(-1)]); %s = all_reduce(%c, 'dp'); ...; %w = wait_tensor(%s)
+Before:  return loss, ..., %da, %db                   # of this rank's rows
+After:   %c = cat([%db.view(-1), %da.view(-1)]); %s = all_reduce(%c, 'dp'); ...; %w = wait_tensor(%s)
          return sum of loss, ..., %w[n:].view(a's shape), %w[:n].view(b's shape)
 Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
@@ -49,7 +47,6 @@ def data_parallel(program: Program, planner: Planner) -> int:
     if planner.data is None:
         return 0
     adder = _Adder(program, planner.data, planner.t, planner.solved.params)
-    adder.sum_over_batch()
     adder.sum_outputs()
     if planner.gradients in ("reduce", "add"):
         adder.reduce_gradients()
@@ -74,7 +71,7 @@ class _Gradients:
 
 class _Adder:
     def __init__(self, program: Program, data: DataAxis, t: int, stored: Mapping[str, Placement]) -> None:
-        assert program.batch is not None, "place_batch has not run"
+        assert program.batch is not None, "place_axes has not run"
         self.program, self.data, self.batch, self.t, self.stored = program, data, program.batch, t, stored
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.count = 0
@@ -88,11 +85,6 @@ class _Adder:
         return made
 
     # -- values
-
-    def sum_over_batch(self) -> None:
-        for node in self.program.graph.find_nodes(op="call_function", target=mfx.batch_sum.default):
-            node.replace_all_uses_with(self.move(node.args[0], "R", node, node))
-            self.program.graph.erase_node(node)
 
     def sum_outputs(self) -> None:
         """Outputs that are sums over a rank's rows become those over all: the loss, counts. A buffer that each rank computes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import fx
 
 from megafx.errors import PlacementError
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, inherit, located, recompute_val
-from megafx.ir.sizes import SizeEmitter
+from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.placements.types import Placement
-from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
+from megafx.rules.strategies import OpRule
 
 NAME = "localize_shapes"
 aten = torch.ops.aten
@@ -22,12 +22,16 @@ aten = torch.ops.aten
 class Localizer:
     """What the op families need: the program, sizes of any value before localizing, and an emitter of local sizes."""
 
-    def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.rules, self.weights = program, planner.rules, planner.weights
-        self.t, self.axis = planner.solved.t, planner.solved.axis
-        self.sizes = SizeEmitter(program.graph, program.sizes)
+    def __init__(
+        self, program: Program, axis: str, t: int, rules: dict[fx.Node, OpRule], weights: Container[fx.Node] = (),
+        whole: Sizes | None = None,
+    ) -> None:  # fmt: skip
+        """whole: the sizes of what the ranks hold together, where the program's are one rank's already."""
+        self.program, self.axis, self.t, self.rules, self.weights = program, axis, t, rules, weights
+        self.sizes = SizeEmitter(program.graph, whole or program.sizes)
+        self.instead: dict[fx.Node, fx.Node] = {}  # what was put in the place of a node
         self.global_shape = {
-            n: program.sizes.shape(n.meta[VAL])
+            n: (whole or program.sizes).shape(n.meta[VAL])
             for n in program.graph.nodes
             if isinstance(n.meta.get(VAL), torch.Tensor)
         }
@@ -104,5 +108,5 @@ def replace(local: Localizer, node: fx.Node, new: fx.Node) -> None:
     new.meta[PLACEMENT] = node.meta[PLACEMENT]
     new.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), NAME)
     node.replace_all_uses_with(new)
-    local.global_shape[new] = local.global_shape[node]
+    local.global_shape[new], local.instead[node] = local.global_shape[node], new
     check_shape(local, new, new.meta[PLACEMENT])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from megafx.ir.contracts import is_transition
 from megafx.ir.facts import QUERY_HEADS
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
@@ -41,7 +42,7 @@ REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
 def localize_shapes(program: Program, planner: Planner) -> int:
     """Rewrite the graph to one rank's; returns the number of values whose shape changed."""
     plan = planner.solved
-    local = Localizer(program, planner)
+    local = Localizer(program, plan.axis, plan.t, planner.rules, planner.weights)
     changed = 0
     for node in program.placeholders():
         placement = node.meta.get(PLACEMENT)
@@ -54,7 +55,7 @@ def localize_shapes(program: Program, planner: Planner) -> int:
         if node.op != "call_function" or PLACEMENT not in node.meta:
             continue
         before = local.global_shape.get(node)
-        if node.target is torch.ops.megafx.transition.default:
+        if is_transition(node, plan.axis):
             node.args = (*node.args[:6], plan.t)
             recompute_val(program, node)
         else:

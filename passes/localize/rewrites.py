@@ -91,11 +91,15 @@ def localize_slice(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 
 
 def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """mean over a sharded dim -> local sum / global count, a partial."""
+    """mean over a sharded dim -> a partial: local mean / ranks, or where ranks hold pads local sum / global count."""
     if choice.out != P:
         return
     source = node.args[0]
     assert isinstance(source, fx.Node)
+    if not any(p.is_shard and p.cut.padded(local.t) for p in choice.ins):
+        mean = local.before(node)(node.target, *node.args, placement=P, **node.kwargs)
+        replace(local, node, local.before(node)(aten.div.Scalar, mean, local.t, placement=P))
+        return
     shape = local.global_shape[local.rules[node].operands[0].node]
     given: Any = argument(node, "dim")
     dims = [int(d) % len(shape) for d in given] if given else list(range(len(shape)))

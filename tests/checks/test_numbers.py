@@ -98,14 +98,14 @@ def lose(op: str, place: int) -> PassFunction:
 
     def lose_a_sum(program: Program, planner: Planner) -> int:
         node = [n for n in program.graph.nodes if op in str(n.target)][place]
-        (node if op == "batch_sum" else next(iter(node.users))).replace_all_uses_with(node.args[0])
+        (node if op == "transition" else next(iter(node.users))).replace_all_uses_with(node.args[0])
         return 1
 
     return lose_a_sum
 
 
 @pytest.mark.parametrize(
-    ("where", "op", "place"), [("place_batch", "batch_sum", 0), ("data_parallel", "all_reduce", -1)]
+    ("where", "op", "place"), [("place_axes", "transition", 0), ("data_parallel", "all_reduce", -1)]
 )
 def test_a_lost_sum_over_data_parallel_ranks_is_named(where, op, place):
     with pytest.raises(MegafxError, match="pass 'lose_a_sum' changed numbers|'lose_a_sum' left this program") as caught:

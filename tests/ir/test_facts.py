@@ -8,7 +8,6 @@ from megafx.ir import facts
 from megafx.ir.facts import OpFacts, declare, declared, facts_of
 
 FUSED = {op: known for op, known in declared().items() if op.startswith("megafx.")}
-NO_SAMPLE = {"megafx.batch_sum.default"}  # a sum over another axis
 
 
 def test_facts_add_up(monkeypatch):
@@ -27,7 +26,7 @@ def test_an_op_is_found_by_its_overload():
 
 
 def test_every_rule_has_samples_to_try_it_on():
-    assert {op for op, known in FUSED.items() if known.rule and not known.samples} == NO_SAMPLE
+    assert not {op for op, known in FUSED.items() if known.rule and not known.samples}
 
 
 @pytest.mark.parametrize("op", sorted(op for op, known in FUSED.items() if known.inplace))

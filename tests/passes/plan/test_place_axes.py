@@ -14,7 +14,7 @@ from megafx.config import Config
 from megafx.errors import PlanError
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.passes.plan.place_batch import place_batch
+from megafx.passes.plan.place_axes import place_axes
 from megafx.placements.data_axis import DataAxis
 from megafx.testing import make_planner
 
@@ -38,7 +38,7 @@ class Of(nn.Module):
 def typed(function, *inputs: torch.Tensor) -> Program:
     program = capture_call(Of(function), inputs, {})
     canonicalize_program(program)
-    place_batch(program, make_planner(data=DataAxis(RANKS)))
+    place_axes(program, make_planner(data=DataAxis(RANKS)))
     return program
 
 
@@ -49,13 +49,18 @@ def ops(program: Program) -> list[str]:
 def outputs(program: Program) -> list[str]:
     """Placements; 'P->R' of what is summed last of all."""
     assert program.batch is not None
-    summed = [n.target is torch.ops.megafx.batch_sum.default for n in program.results()]
+    summed = [n in sums(program) for n in program.results()]
     return [f"P->{p}" if s else str(p) for p, s in zip(program.batch.outputs, summed, strict=True)]
 
 
+def sums(program: Program) -> list[fx.Node]:
+    found = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.transition.default)
+    assert all(n.args[5:] == ("dp", RANKS) for n in found)
+    return [n for n in found if n.args[1:3] == ("P", "R")]
+
+
 def sums_inside(program: Program) -> list[fx.Node]:
-    found = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.batch_sum.default)
-    return [n for n in found if n not in program.results()]
+    return [n for n in sums(program) if n not in program.results()]
 
 
 def test_a_mean_becomes_a_summand_and_batches_have_to_be_equal():
@@ -68,7 +73,9 @@ def test_a_mean_becomes_a_summand_and_batches_have_to_be_equal():
 def test_a_penalty_on_parameters_is_a_summand_of_a_loss_of_rows():
     program = typed(lambda w, x: (x * w).square().mean() + w.norm(), X)
     assert outputs(program) == ["P->R"] and not sums_inside(program)
-    assert [n.args[1] for n in program.graph.nodes if n.target is torch.ops.aten.div.Scalar] == [RANKS] * 2
+    assert [n.args[1] for n in program.graph.nodes if n.target is torch.ops.aten.div.Scalar] == [RANKS]
+    moves = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.transition.default)
+    assert sorted(n.args[1:3] for n in moves) == [("P", "R"), ("R", "P")]
     assert outputs(typed(lambda w, x: ((x * w).sum(-1), w.norm()), X)) == ["S0", "R"]
 
 
@@ -103,7 +110,6 @@ def test_labels_are_counted_over_all_ranks():
     program = typed(lambda w, x, i: F.cross_entropy((x * w).flatten(0, 1), i.flatten() % 6), X, IDS)
     assert outputs(program) == ["P->R"] and not program.batch.equal
     (total,) = sums_inside(program)
-    assert total.args[1:] == ("dp", RANKS)
     assert str(total.args[0].target) == "aten.sum.default" and not total.args[0].meta["val"].is_floating_point()
 
 
@@ -160,19 +166,19 @@ def test_what_mixes_rows_is_refused(name):
     function, inputs = REFUSED[name]
     with pytest.raises(PlanError, match="data parallelism cannot cut the batch") as error:
         typed(function, *inputs)
-    assert re.search(r"test_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
+    assert re.search(r"test_place_axes\.py:\d+", str(error.value)) and "fix: " in str(error.value)
 
 
 def test_a_batch_of_one_size_is_refused():
     program = capture_call(Of(lambda w, x: x * w), (X,), {}, dynamic=False)
     canonicalize_program(program)
     with pytest.raises(PlanError, match="no size that may vary"):
-        place_batch(program, make_planner(data=DataAxis(RANKS)))
+        place_axes(program, make_planner(data=DataAxis(RANKS)))
 
 
 def test_averaging_types_nothing():
     program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
     canonicalize_program(program)
     before = ops(program)
-    assert place_batch(program, make_planner(1, Config(data_parallel_loss="average"), data=DataAxis(RANKS))) == 0
+    assert place_axes(program, make_planner(1, Config(data_parallel_loss="average"), data=DataAxis(RANKS))) == 0
     assert ops(program) == before and not program.batch.summed and not program.batch.whole
