@@ -16,97 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megafx.analysis.communication import is_region_gather
-from megafx.checks.simulate import TOLERANCE, Logical, local_inputs, logical_of, relative_error, run_logical, simulate
+from megafx.checks.simulate import TOLERANCE, Logical, relative_error, rows_dim, run_logical
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program
 from megafx.ops.axes import AxisContext, on_mesh
-from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
-from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Placement, dual, nested
+from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
+from megafx.placements.types import Placement
 
-AXIS = "tp"
 # Passes that round, as the user asked -> the relative difference that this explains. FP8 products are off by 3 to 6%.
 ROUNDS = {"scaled_products": 0.3}
-
-# -- data-parallel ranks
-
-
-def _rows_dim(program: Program, value: Any) -> int | None:
-    """The dim of an input that has the batch."""
-    symbol = program.sizes.symbols.get("batch")
-    sizes = value.shape if isinstance(value, Tensor) else ()
-    for dim, n in enumerate(sizes):
-        if isinstance(n, torch.SymInt) and symbol in n.node.expr.free_symbols:
-            return dim
-    return None
-
-
-def _run_on_data(
-    program: Program, values: Mapping[str, Any], storage: Mapping[str, Placement], data: DataAxis, t: int
-) -> Logical:
-    """As `run_logical`, on data.ranks times t ranks. values: of the whole batch, or of one rank's where losses are its own."""
-    sharded, n = any(map(is_region_gather, program.graph.nodes)), data.shard_ranks * t
-    inputs: list[list[Any]] = []
-    for part in range(data.ranks):
-        given = local_inputs(program, _part(program, values, part, data.ranks), storage, t)
-        for rank, mine in enumerate(given if sharded else ()):
-            for i, spec in enumerate(program.inputs):
-                if spec.kind == "param":
-                    whole = values[spec.name]
-                    placement = nested(storage.get(spec.name, I), whole.shape, t, data.shard_ranks)
-                    mine[i] = shard_tensor(whole, placement, part % data.shard_ranks * t + rank, n).clone()
-        inputs += given
-    sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
-    results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
-    reduced = program.batch is not None and program.batch.reduced
-    skipped = "gradient" if sharded and reduced else ""
-    parts = [
-        logical_of(program, results[k * t : (k + 1) * t], inputs[k * t], storage, t, skipped) for k in range(data.ranks)
-    ]
-    found = parts[0]
-    assert program.batch is not None
-    for output, placement in zip(program.outputs, program.batch.outputs, strict=False):
-        each: list[Any] = [p.outputs.get(output.name) for p in parts]
-        if placement.is_shard and isinstance(each[0], Tensor):
-            found.outputs[output.name] = torch.cat(each, placement.dim)
-        elif placement.kind == "P" and not reduced and isinstance(each[0], Tensor):
-            found.outputs[output.name] = torch.stack(each).sum(0)
-    if skipped:  # gradients are those of the shards of the ranks of the first copy
-        for i, output in enumerate(program.outputs):
-            if output.kind == "gradient":
-                locals_ = [r[i] for r in results[:n]]
-                placement = dual(nested(storage.get(output.name, I), values[output.name].shape, t, data.shard_ranks))
-                found.gradients[output.name] = None if locals_[0] is None else unshard_tensors(locals_, placement, n)
-    elif not reduced:
-        for name, first in found.gradients.items():
-            if first is not None:
-                total = torch.stack([p.gradients[name] for p in parts]).sum(0)  # type: ignore[misc]  # every part has it where one has
-                found.gradients[name] = total if program.batch.summed else total / data.ranks
-    if program.batch.whole and not program.batch.summed:  # the average is to be compared with the sum
-        found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
-    return found
-
-
-def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
-    """What one data-parallel rank has of the inputs, and of tangents."""
-    assert program.batch is not None
-    if not program.batch.whole:
-        return dict(values)
-    outputs = zip(program.outputs, program.batch.outputs, strict=False)
-    placements = {spec.name: p for spec, p in outputs}
-    dims = {name: p.dim for name, p in placements.items() if p.is_shard}
-    mine = dict(values)
-    for node, spec in program.input_nodes():
-        dim = dims.get(spec.name) if spec.kind == "tangent" else None
-        if spec.kind == "user":
-            dim = _rows_dim(program, node.meta[VAL])
-        if dim is not None and spec.name in mine:
-            mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
-        elif spec.kind == "tangent" and spec.name in mine and placements[spec.name].kind == "R":
-            mine[spec.name] = mine[spec.name] / parts
-    return mine
-
 
 # -- the check
 
@@ -135,7 +53,7 @@ class NumberCheck:
         if program.batch is not None and program.batch.whole and self.parts == 1:
             self.parts = program.batch.ranks  # from now on the batch is that of all data-parallel ranks
             for node, spec in program.input_nodes():
-                dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+                dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
                 if dim is not None:
                     self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, self.parts)
             self.expected = run_logical(self.before, self.values, {}, 1)
@@ -174,7 +92,8 @@ class NumberCheck:
             assert self.data is not None
             local = program.phase > Phase.PLACED
             self.storage.update(_storage(program) if local else {})
-            return _run_on_data(program, self.values, self.storage, self.data, self.ranks if local else 1)
+            ranks = self.ranks if local else 1
+            return run_logical(program, self.values, self.storage, ranks, data=self.data)
         if program.phase <= Phase.PLACED:
             return run_logical(program, self.values, {}, 1)
         self.storage.update(_storage(program))  # kept: later passes need not carry placements on
@@ -198,7 +117,7 @@ class NumberCheck:
             program.constants[s.name] if s.kind == "constant" else leaves.get(s.name, self.values[s.name])
             for s in program.inputs
         ]
-        with on_mesh({AXIS: AxisContext(0, 1)}):
+        with on_mesh({TENSOR_AXIS: AxisContext(0, 1)}):
             results = fx.Interpreter(program.gm).run(*inputs)
         pairs = [
             (value, self.values[spec.name])

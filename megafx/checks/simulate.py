@@ -13,8 +13,6 @@ by placements.Layout.pieces. What a joint graph computes is what its nodes say, 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +27,14 @@ from torch.utils._pytree import tree_map
 import megafx.ops.collectives
 import megafx.ops.gather_region
 import megafx.ops.owners  # noqa: F401  registers the ops
+from megafx.analysis.communication import is_region_gather
 from megafx.errors import PlacementError, SourceLine
 from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
-from megafx.ops.axes import AxisContext, on_mesh
-from megafx.placements.data_axis import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS
+from megafx.ops.axes import Mesh, on_mesh
+from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Placement, dual
+from megafx.placements.types import I, Placement, dual, nested
 
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
@@ -67,24 +66,8 @@ class _Lockstep:
         self, gm: fx.GraphModule, mesh: Mapping[str, int], watch: Callable[[fx.Node, Values], None] | None
     ) -> None:
         self.gm, self.t, self.watch = gm, math.prod(mesh.values()), watch
-        places = [dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))]
-        joined = [name for name in (REPLICA_AXIS, SHARD_AXIS) if name in mesh and BATCH_AXIS not in mesh]
-        sizes = {**mesh, **({BATCH_AXIS: math.prod(mesh[n] for n in joined)} if joined else {})}
-        for place in places if joined else ():
-            place[BATCH_AXIS] = functools.reduce(lambda at, name: at * mesh[name] + place[name], joined, 0)
-        parts = {BATCH_AXIS: joined} if joined else {}
-        if SHARD_AXIS in mesh and TENSOR_AXIS in mesh:
-            parts[COPY_AXIS], sizes[COPY_AXIS] = [SHARD_AXIS, TENSOR_AXIS], mesh[SHARD_AXIS] * mesh[TENSOR_AXIS]
-            for place in places:
-                place[COPY_AXIS] = place[SHARD_AXIS] * mesh[TENSOR_AXIS] + place[TENSOR_AXIS]
-        self.ranks = [{name: AxisContext(at, sizes[name]) for name, at in place.items()} for place in places]
-        self.groups: dict[str, list[list[int]]] = {}
-        for axis in sizes:
-            members: dict[Any, list[int]] = {}
-            moving = {axis, *parts.get(axis, ())}
-            for rank, place in enumerate(places):
-                members.setdefault(tuple(place[name] for name in mesh if name not in moving), []).append(rank)
-            self.groups[axis] = [*members.values()]
+        made = Mesh(mesh)
+        self.ranks, self.groups = made.ranks, made.groups
 
     def run(self, per_rank_inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
         last_use = {a: n for n in self.gm.graph.nodes for a in n.all_input_nodes}
@@ -285,9 +268,29 @@ def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], 
 
 
 def local_inputs(
-    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int
+    program: Program,
+    values: Mapping[str, Any],
+    placements: Mapping[str, Placement],
+    t: int,
+    data: DataAxis | None = None,
 ) -> list[list[Any]]:
-    """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1."""
+    """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1.
+
+    data: values are of the whole batch, of which each of data.ranks groups of t ranks takes its part; or of one rank's, where
+    losses are its own.
+    """
+    if data is not None:
+        inputs = []
+        for part in range(data.ranks):
+            given = local_inputs(program, _part(program, values, part, data.ranks), placements, t)
+            for rank, mine in enumerate(given if _gathers(program) else ()):
+                for i, spec in enumerate(program.inputs):
+                    if spec.kind == "param":
+                        placement, n = _stored(spec.name, values, placements, t, data)
+                        member = part % data.shard_ranks * t + rank
+                        mine[i] = shard_tensor(values[spec.name], placement, member, n).clone()
+            inputs += given
+        return inputs
     per_rank: list[list[Any]] = [[] for _ in range(t)]
     for node, spec in program.input_nodes():
         for rank in range(t):
@@ -306,6 +309,48 @@ def local_inputs(
     return per_rank
 
 
+def _gathers(program: Program) -> bool:
+    """True if ranks take shards of parameters and gather them."""
+    return any(map(is_region_gather, program.graph.nodes))
+
+
+def _stored(
+    name: str, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, data: DataAxis
+) -> tuple[Placement, int]:
+    """How the ranks of one copy hold a parameter together, and how many they are."""
+    return nested(placements.get(name, I), values[name].shape, t, data.shard_ranks), data.shard_ranks * t
+
+
+def rows_dim(program: Program, value: Any) -> int | None:
+    """The dim of an input that has the batch."""
+    symbol = program.sizes.symbols.get("batch")
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    for dim, n in enumerate(sizes):
+        if isinstance(n, torch.SymInt) and symbol in n.node.expr.free_symbols:
+            return dim
+    return None
+
+
+def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """What one data-parallel rank has of the inputs, and of tangents."""
+    assert program.batch is not None
+    if not program.batch.whole:
+        return dict(values)
+    outputs = zip(program.outputs, program.batch.outputs, strict=False)
+    placements = {spec.name: p for spec, p in outputs}
+    dims = {name: p.dim for name, p in placements.items() if p.is_shard}
+    mine = dict(values)
+    for node, spec in program.input_nodes():
+        dim = dims.get(spec.name) if spec.kind == "tangent" else None
+        if spec.kind == "user":
+            dim = rows_dim(program, node.meta[VAL])
+        if dim is not None and spec.name in mine:
+            mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
+        elif spec.kind == "tangent" and placements[spec.name].kind == "R":
+            mine[spec.name] = mine.get(spec.name, torch.ones((), dtype=node.meta[VAL].dtype)) / parts
+    return mine
+
+
 def _result_placement(program: Program, name: str) -> Placement:
     """Placement of the user output `name`; whole on every rank where the graph says nothing."""
     for spec, node in zip(program.outputs, program.results(), strict=True):
@@ -315,22 +360,68 @@ def _result_placement(program: Program, name: str) -> Placement:
 
 
 def run_logical(
-    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, *, axis: str = "tp"
-) -> Logical:
-    """Simulate t ranks on logical `values` (by input name; tangents by the name of their output).
+    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, *, axis: str = TENSOR_AXIS,
+    data: DataAxis | None = None,
+) -> Logical:  # fmt: skip
+    """Simulate t ranks, or data.ranks groups of them, on logical `values` (by input name; tangents by their output's name).
 
     placements: of parameters (plan.params); gradients come back at the duals. Raises PlacementError where ranks that
     should hold the same result differ, or a gradient has something in its padding.
     """
-    inputs = local_inputs(program, values, placements, t)
-    return logical_of(program, simulate(program, inputs, axis=axis), inputs[0], placements, t)
+    inputs = local_inputs(program, values, placements, t, data)
+    mesh = {**(data.mesh if data is not None else {}), axis: t}
+    return logical_of(program, simulate(program, inputs, mesh=mesh), inputs, values, placements, t, data)
 
 
 def logical_of(
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]], values: Mapping[str, Any],
+    placements: Mapping[str, Placement], t: int, data: DataAxis | None = None,
+) -> Logical:  # fmt: skip
+    """What the ranks computed together, of their results and their inputs (`local_inputs` of the values)."""
+    if data is None:
+        return _of_tensor_ranks(program, results, inputs[0], placements, t)
+    batch = program.batch
+    assert batch is not None
+    in_shards = _gathers(program) and batch.reduced
+    each = [
+        _of_tensor_ranks(program, results[k : k + t], inputs[k], placements, t, "gradient" if in_shards else "")
+        for k in range(0, len(results), t)
+    ]
+    found = each[0]
+    for output, placement in zip(program.outputs, batch.outputs, strict=False):
+        parts: list[Any] = [one.outputs.get(output.name) for one in each]
+        if not isinstance(parts[0], Tensor):
+            continue
+        if placement.is_shard:
+            found.outputs[output.name] = torch.cat(parts, placement.dim)
+        elif placement.kind == "P" and not batch.reduced:
+            found.outputs[output.name] = torch.stack(parts).sum(0)
+        elif batch.whole:
+            _check_same(parts, f"output '{output.name}'", "whole")
+    for i, output in enumerate(program.outputs):
+        if output.kind != "gradient":
+            continue
+        if in_shards:
+            placement, n = _stored(output.name, values, placements, t, data)
+            copies = [[r[i] for r in results[k : k + n]] for k in range(0, len(results), n)]
+            made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
+        else:
+            made = [one.gradients[output.name] for one in each]
+        if made[0] is not None and batch.reduced:
+            _check_same(made, f"the gradient of '{output.name}'", "of all data-parallel ranks")
+        elif made[0] is not None:
+            made = [torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)]
+        found.gradients[output.name] = made[0]
+    if batch.whole and not batch.summed:  # the average is to be compared with the sum
+        found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
+    return found
+
+
+def _of_tensor_ranks(
     program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Any], placements: Mapping[str, Placement],
     t: int, skipped: str = "",
 ) -> Logical:  # fmt: skip
-    """Results of the t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
+    """Results of t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
     logical = Logical()
     for i, spec in enumerate(program.outputs):
         if spec.kind == skipped:
@@ -352,9 +443,7 @@ def logical_of(
 
 def _together(locals_: Values, placement: Placement, t: int, what: str, zero_pads: bool) -> Tensor:
     if placement.kind in ("I", "R"):
-        error = replica_error(locals_)
-        if error > TOLERANCE.get(locals_[0].dtype, 0.0):
-            raise PlacementError(f"{what} differs between ranks by {error:.1e}, but is {placement}")
+        _check_same(locals_, what, str(placement))
     whole = unshard_tensors(locals_, placement, t)
     if zero_pads and placement.is_shard:
         for rank, local in enumerate(locals_):
@@ -364,6 +453,12 @@ def _together(locals_: Values, placement: Placement, t: int, what: str, zero_pad
             if differs.any():
                 raise PlacementError(f"{what} is not zero in the padding of rank {rank}")
     return whole
+
+
+def _check_same(locals_: Values, what: str, placement: str) -> None:
+    error = replica_error(locals_)
+    if error > TOLERANCE.get(locals_[0].dtype, 0.0):
+        raise PlacementError(f"{what} differs between ranks by {error:.1e}, but is {placement}")
 
 
 def replica_error(locals_: Values) -> float:

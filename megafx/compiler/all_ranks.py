@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import fx
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of, shapes_of
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable, LazyOutput
+from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.nodes import changed_copy
 from megafx.ir.program import fqn_of, source_of
-from megafx.ops.axes import AxisContext, off_mesh, on_mesh
+from megafx.ops.axes import Mesh, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
 
 BARRIER = "the barrier of an exchange"
@@ -34,17 +35,19 @@ BARRIER = "the barrier of an exchange"
 def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
     """All ranks of one call: forward, backward once, then lazy outputs. values: logical, by input; tangents by output.
 
-    Raises PlacementError where ranks call different collectives, or where results that should be the same differ.
+    The ranks are those of the mesh that the call is compiled for: data-parallel ones have parts of the values. Raises
+    PlacementError where ranks call different collectives, or where results that should be the same differ.
     """
-    t, program, placements = compiled.plan.t, compiled.program, compiled.plan.params
-    meeting, inputs = _Meeting(t), local_inputs(program, values, placements, t)
+    data = compiled.planner.data
+    meeting = _Meeting(Mesh({**(data.mesh if data is not None else {}), TENSOR_AXIS: compiled.plan.t}))
     with meeting.exchanges(compiled.planner.config.tp_comm_overlap is True):
-        return _run(compiled, meeting, inputs)
+        return _run(compiled, meeting, values)
 
 
-def _run(compiled: Compiled, meeting: _Meeting, inputs: list[list[Any]]) -> Logical:
-    t, program, placements = compiled.plan.t, compiled.program, compiled.plan.params
-    executables = [meeting.executable(compiled, rank) for rank in range(t)]
+def _run(compiled: Compiled, meeting: _Meeting, values: Mapping[str, Any]) -> Logical:
+    t, program, placements, data = compiled.plan.t, compiled.program, compiled.plan.params, compiled.planner.data
+    inputs = local_inputs(program, values, placements, t, data)
+    executables = [meeting.executable(compiled, rank) for rank in range(meeting.size)]
     late = [spec.kind == "tangent" for spec in program.inputs]
 
     def run(rank: int) -> list[Any]:
@@ -53,33 +56,34 @@ def _run(compiled: Compiled, meeting: _Meeting, inputs: list[list[Any]]) -> Logi
         gradients = [] if kept is None else executables[rank].backward(kept, tangents)
         return [*(x.make() if isinstance(x, LazyOutput) else x for x in outputs), *gradients]
 
-    return logical_of(program, meeting.run(run), inputs[0], placements, t)
+    return logical_of(program, meeting.run(run), inputs, values, placements, t, data)
 
 
 class _Meeting:
     """Where ranks wait for one another. The rank that computes holds `turn`; where it waits another takes it."""
 
-    def __init__(self, t: int) -> None:
-        self.t, self.turn = t, threading.Condition()
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.size, self.turn = mesh, len(mesh.ranks), threading.Condition()
         self.brought: dict[int, tuple[fx.Node | None, Any, tuple[Any, ...]]] = {}  # of the ranks that wait
         self.given: list[Any] = []  # what the last collective gave each rank
         self.held = self.ended = 0  # collectives so far; ranks that are done
         self.errors: list[BaseException] = []
-        self.memory: list[torch.Tensor] = []  # of the ranks' exchange
+        self.memory: dict[int, list[torch.Tensor]] = {}  # of an exchange, by its first rank
 
     @contextlib.contextmanager
     def exchanges(self, wanted: bool) -> Iterator[None]:
         """Let the ranks' graphs exchange through memory, as tp_comm_overlap=True asks for."""
-        for rank in range(self.t) if wanted else ():
-            exchange.install(TENSOR_AXIS, _OneProcess(self, rank))
+        for rank in range(self.size) if wanted else ():
+            exchange.install(self.mesh.ranks[rank][TENSOR_AXIS].group_name, _OneProcess(self, rank))
         try:
             yield
         finally:
-            exchange.remove(TENSOR_AXIS)
+            for axes in self.mesh.ranks:
+                exchange.remove(axes[TENSOR_AXIS].group_name)
 
     def executable(self, compiled: Compiled, rank: int) -> Executable:
         """What `compiled.executable` is on this rank, with collectives that meet here."""
-        axes = {TENSOR_AXIS: AxisContext(rank, self.t, TENSOR_AXIS)} if self.t > 1 else None
+        axes = self.mesh.ranks[rank] if self.size > 1 else None
         program = compiled.for_rank(axes)
         parts = program.partition
         assert parts is not None
@@ -89,7 +93,8 @@ class _Meeting:
             if gm is not None:
                 graphs[name] = changed_copy(gm, lambda node: self._change(node, rank))[0]
         program.partition = replace(parts, **graphs)
-        return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes))
+        context = contextlib.nullcontext if axes is None else lambda: on_mesh(axes)
+        return Executable(program, context, _Gathered(self, rank))
 
     def _change(self, node: fx.Node, rank: int) -> bool:
         target = node.target
@@ -104,7 +109,7 @@ class _Meeting:
 
     def meet(self, rank: int, call: tuple[fx.Node | None, Any, tuple[Any, ...]]) -> Any:
         self.brought[rank], meeting = call, self.held
-        if len(self.brought) == self.t:
+        if len(self.brought) == self.size:
             self._collect()
         else:
             self._check_ends()
@@ -114,23 +119,38 @@ class _Meeting:
             raise _Ended
         return self.given[rank]
 
+    def _group(self, rank: int) -> list[int]:
+        """The ranks that the call of this one is among: of an axis, or of a group by its name; all where it has none."""
+        for a in self.brought[rank][2][1:]:
+            if isinstance(a, str) and a in self.mesh.ranks[rank]:
+                a = self.mesh.ranks[rank][a].group_name
+            if isinstance(a, str) and a in self.mesh.named:
+                return self.mesh.named[a]
+        return [*range(self.size)]
+
     def _collect(self) -> None:
-        node, target, args = self.brought[0]
-        for rank, (_, other, theirs) in sorted(self.brought.items()):
-            if (other, theirs[1:], shapes_of(theirs[0])) != (target, args[1:], shapes_of(args[0])):
-                raise PlacementError(
-                    f"rank {rank} calls {other} with {shapes_of(theirs[0])}, {theirs[1:]} where rank 0 calls {target} "
-                    f"with {shapes_of(args[0])}, {args[1:]}",
-                    **_located(node),
-                )
-        operands = [self.brought[rank][2][0] for rank in range(self.t)]
-        self.given = operands if target == BARRIER else CROSS_RANK[target](operands, *args[1:])
+        self.given = [None] * self.size
+        for first in range(self.size):
+            group = self._group(first)
+            if first != group[0]:
+                continue
+            node, target, args = self.brought[first]
+            for rank in group:
+                _, other, theirs = self.brought[rank]
+                if (other, theirs[1:], shapes_of(theirs[0])) != (target, args[1:], shapes_of(args[0])):
+                    calls = f"{other} with {shapes_of(theirs[0])}, {theirs[1:]}"
+                    found = f"rank {rank} calls {calls} where rank {first} calls {target} with {shapes_of(args[0])}, {args[1:]}"
+                    raise PlacementError(found, **_located(node))
+            operands = [self.brought[rank][2][0] for rank in group]
+            made = operands if target == BARRIER else CROSS_RANK[target](operands, *args[1:])
+            for rank, value in zip(group, made, strict=True):
+                self.given[rank] = value
         self.brought, self.held = {}, self.held + 1
         self.turn.notify_all()
 
     def _check_ends(self) -> None:
         """No rank may wait for one that is done."""
-        if self.ended and len(self.brought) + self.ended == self.t:
+        if self.ended and len(self.brought) + self.ended == self.size:
             node, target, _ = next(iter(self.brought.values()))
             raise PlacementError(
                 f"rank {next(iter(self.brought))} waits at {target} for ranks that call nothing",
@@ -139,7 +159,7 @@ class _Meeting:
 
     def run(self, function: Callable[[int], list[Any]]) -> list[list[Any]]:
         """function(rank) of every rank; raises what the first one to fail raises."""
-        results: list[Any] = [None] * self.t
+        results: list[Any] = [None] * self.size
 
         def rank_runs(rank: int) -> None:
             with self.turn:
@@ -154,7 +174,7 @@ class _Meeting:
                     self.errors.append(error)
                 self.turn.notify_all()
 
-        threads = [threading.Thread(target=rank_runs, args=(rank,), daemon=True) for rank in range(self.t)]
+        threads = [threading.Thread(target=rank_runs, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -172,17 +192,32 @@ class _OneProcess(exchange.Transport):
     """Memory of all ranks, which are threads. They meet as at collectives."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.t
+        place = meeting.mesh.ranks[rank][TENSOR_AXIS]
+        self.meeting, self.rank, self.size = meeting, place.rank, place.size
+        self.at, self.group = rank, meeting.mesh.named[place.group_name]
 
     def allocate(self, nbytes: int) -> list[torch.Tensor]:
         self.barrier()
         if self.rank == 0:
-            self.meeting.memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
+            self.meeting.memory[self.at] = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
         self.barrier()
-        return self.meeting.memory
+        return self.meeting.memory[self.group[0]]
 
     def barrier(self) -> None:
-        self.meeting.meet(self.rank, (None, BARRIER, (None,)))
+        self.meeting.meet(self.at, (None, BARRIER, (None,)))
+
+
+class _Gathered(GatheredParameters):
+    """Gathers of parameters that whoever runs the graph makes, among the threads."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        super().__init__()
+        self.meeting, self.rank = meeting, rank
+
+    def __call__(self, shards: Sequence[torch.Tensor], ranks: int, axis: str) -> torch.Tensor:
+        call = (None, torch.ops.megafx.gather_region.default, ([*shards], ranks, axis))
+        found: torch.Tensor = self.meeting.meet(self.rank, call)
+        return found
 
 
 class _Ended(BaseException):

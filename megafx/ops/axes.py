@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megafx.errors import UsageError
-from megafx.placements.data_axis import BATCH_AXIS
+from megafx.placements.data_axis import BATCH_AXIS, JOINED
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,31 @@ class AxisContext:
     rank: int
     size: int
     group_name: str = ""
+
+
+class Mesh:
+    """All ranks of a mesh, in row-major order: the last axis varies fastest. An axis that joins others is made of these.
+
+    ranks: each one's place. groups: axis -> the ranks that move values together. named: name of a group -> its ranks.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        places = [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
+        joined = {axis: parts for axis, parts in JOINED.items() if axis not in sizes and {*parts} <= sizes.keys()}
+        self.ranks: list[dict[str, AxisContext]] = [{} for _ in places]
+        self.groups: dict[str, list[list[int]]] = {}
+        for axis, parts in {**{name: (name,) for name in sizes}, **joined}.items():
+            members: dict[Any, list[int]] = {}
+            for rank, place in enumerate(places):
+                members.setdefault(tuple(at for name, at in place.items() if name not in parts), []).append(rank)
+            self.groups[axis] = [*members.values()]
+        self.named: dict[str, list[int]] = {}
+        for axis, groups in self.groups.items():
+            for i, group in enumerate(groups):
+                name = axis if len(groups) == 1 else f"{axis}.{i}"
+                self.named[name] = group
+                for at, rank in enumerate(group):
+                    self.ranks[rank][axis] = AxisContext(at, len(group), name)
 
 
 # Plain module state, not thread-local: autograd runs backward on threads of its own, and the caller enters `on_mesh` there.

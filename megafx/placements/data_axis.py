@@ -17,11 +17,12 @@ from megafx.config import Config
 from megafx.placements.types import Layout
 
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
-# and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
-# as 'dp+tp'.
+# and those that share a copy together with their tensor-parallel ranks. JOINED: what the first and the last are made of. An op
+# that draws for rows of the batch names its axis as 'dp+tp'.
 TENSOR_AXIS = "tp"
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
 DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
+JOINED = {BATCH_AXIS: (REPLICA_AXIS, SHARD_AXIS), COPY_AXIS: (SHARD_AXIS, TENSOR_AXIS)}
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 
 
@@ -40,6 +41,12 @@ class DataAxis:
         ranks, form = config.data_parallel_size or 1, config.data_parallel
         shard = 1 if form == DDP else config.data_parallel_shard_size or ranks
         return cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the axes."""
+        sharded = {REPLICA_AXIS: self.replicas, SHARD_AXIS: self.shard_ranks}
+        return sharded if self.sharded else {BATCH_AXIS: self.ranks}
 
     @property
     def sharded(self) -> bool:
