@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import (
     Sabotage,
     Verdict,
+    config_of,
     sabotage_call,
     types_of_call,
     verify_call,
@@ -192,6 +193,7 @@ def verify(
     tolerance: float | None = None,
     types: bool = False,
     on_ranks: bool = False,
+    mesh: Mapping[str, int] | None = None,
 ) -> Verdict:
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
@@ -204,11 +206,19 @@ def verify(
     types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
+    mesh: sizes of the axes of simulated ranks, {"dp": 2, "tp": 2}, in place of the config's: data-parallel ranks have parts of
+    the batch, and hold parameters as config.data_parallel says. Without it, ranks are tensor-parallel.
     """
+    data = None
+    if mesh is not None:
+        config = config_of(mesh, config)
+        data = DataAxis.of(config)
+        if on_ranks:
+            raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
     if types:
         return types_of_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True))
-    compare = verify_on_ranks if on_ranks else verify_call
-    return compare(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True), tolerance)
+    call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True)
+    return verify_on_ranks(call, tolerance) if on_ranks else verify_call(call, tolerance, data)
 
 
 @stage("sabotage")

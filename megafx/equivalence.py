@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place
+from megafx.placements.data_axis import BATCH_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
@@ -57,6 +58,7 @@ class Verdict:
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
+    mesh: str = ""  # of simulated ones, where it has more than one axis: 'dp 2 x tp 3'
     nan: str = ""  # what of eager mode's results has NaN, and which value is the first that has
     repeated: Repeated = field(default_factory=Repeated)  # more calls, on one rank, with changed state between them
 
@@ -78,6 +80,7 @@ class Verdict:
             )
         worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
         ranks = f"{self.t} real ranks ({self.backend})" if self.backend else f"{self.t} ranks"
+        ranks += f" ({self.mesh})" if self.mesh else ""
         other = "" if self.reference == "eager" else " (eager draws other masks, or does not round to FP8)"
         against = f"{self.reference}{other}, tolerance {self.tolerance:.0e}"
         lines = [
@@ -101,7 +104,9 @@ class Verdict:
             lines.append(f"  they first differ at {self.divergence}")
         elif not self.ok:
             where = "ranks that are simulated in one process agree: look at the backend, the device and its kernels"
-            if not self.backend:
+            if self.mesh:
+                where = "MEGAFX_CHECK=2 names the pass that changes numbers"
+            elif not self.backend:
                 where = "they part at no node of the joint graph: the passes of stage 'rank' change numbers"
             lines.append(f"  {where}")
         return "\n".join(lines)
@@ -149,15 +154,24 @@ def _ranks(call: ExampleCall) -> int:
     return call.config.tensor_model_parallel_size or 2
 
 
-def _planner(call: ExampleCall, ranks: int, config: Config) -> Planner:
+def _planner(call: ExampleCall, ranks: int, config: Config, data: DataAxis | None = None) -> Planner:
     wanted = call.trained if torch.is_grad_enabled() else set()
-    return Planner(config, ranks, call.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
+    return Planner(config, ranks, call.hardware, data, (lambda spec: spec.name in wanted) if wanted else None)
+
+
+def config_of(mesh: Mapping[str, int], config: Config | None) -> Config:
+    """The config with the sizes of a mesh of data-parallel and tensor-parallel ranks. Raises UsageError for other axes."""
+    if other := mesh.keys() - {BATCH_AXIS, TENSOR_AXIS}:
+        known = f"'{BATCH_AXIS}' and '{TENSOR_AXIS}'"
+        raise UsageError(f"mesh {dict(mesh)} has an axis '{sorted(other)[0]}'", fix=f"give the sizes of {known}")
+    sizes = {"tensor_model_parallel_size": mesh.get(TENSOR_AXIS, 1), "data_parallel_size": mesh.get(BATCH_AXIS, 1)}
+    return (config or Config()).replace(**sizes)
 
 
 @dataclass
 class _Trial:
-    """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance;
-    single: compiles the call for one rank."""
+    """One call on t ranks, or data.ranks groups of them, and on one. values: logical, by input; wanted: what one process
+    computes; limit: tolerance; single: compiles the call for one rank."""
 
     sharded: Compiled
     single: Callable[[], Compiled]
@@ -172,7 +186,10 @@ class _Trial:
         return self.sharded.plan.t
 
     def verdict(self, found: simulate.Logical) -> Verdict:
-        verdict = Verdict(self.t, self.reference, self.limit)
+        data = self.sharded.planner.data
+        verdict = Verdict(self.t * (1 if data is None else data.ranks), self.reference, self.limit)
+        if data is not None:
+            verdict.mesh = " x ".join(f"{axis} {size}" for axis, size in {**data.mesh, TENSOR_AXIS: self.t}.items())
         verdict.outputs, verdict.gradients = simulate.relative_errors(found, self.wanted)
         verdict.buffers = {
             n: simulate.relative_error(found.mutations.get(n, self.values.get(n, b)), b, FLOOR)
@@ -195,14 +212,17 @@ class _Trial:
         return f"{', '.join(has[:3])}{more}" + (f"; the first is {first}" if first else "")
 
 
-def verify_call(call: ExampleCall, tolerance: float | None = None) -> Verdict:
-    """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
+def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxis | None = None) -> Verdict:
+    """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process; data: of
+    so many groups of them, each with its part of the batch.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
-    trial = _trial(call, call.config, tolerance)
+    trial = _trial(call, call.config, tolerance, data)
     verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
+    if not verdict.ok and data is not None:
+        return verdict
     if not verdict.ok:
         sharded, single = trial.sharded, trial.single()
         ours = simulate.local_inputs(sharded.program, trial.values, sharded.plan.params, trial.t)
@@ -350,16 +370,16 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
     return found
 
 
-def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial:
+def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: DataAxis | None = None) -> _Trial:
     leaves = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     if any(x.device.type == "meta" for x in (*call.model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
     captured, t = call.program(_ranks(call)), _ranks(call)
 
-    def compiled(ranks: int) -> Compiled:
-        return compile_program(captured.copy(), _planner(call, ranks, config))
+    def compiled(ranks: int, data: DataAxis | None = None) -> Compiled:
+        return compile_program(captured.copy(), _planner(call, ranks, config, data))
 
-    sharded, single = compiled(t), functools.cache(lambda: compiled(1))
+    sharded, single = compiled(t, data), functools.cache(lambda: compiled(1))
     plain = copy.deepcopy(call.model)
     eager = _eager_outputs(plain, sharded.program, call)
     seed = torch.initial_seed() % 2**62
@@ -368,6 +388,8 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial
     differentiated = [sharded.program.outputs[i].name for i in sharded.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
+    if data is not None:
+        _check_parts(sharded.program, values, data)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs) or config.fp8 is not None
     if random:
         wanted = run_ranks(single(), values)
@@ -382,6 +404,18 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None) -> _Trial
     needs = {o.name: o.requires_grad for o in sharded.program.outputs if o.kind == "user"}
     differ = [name for name, value in eager.items() if value.requires_grad != needs[name]]
     return _Trial(sharded, single, values, wanted, reference, limit, differ)
+
+
+def _check_parts(program: Program, values: Mapping[str, Any], data: DataAxis) -> None:
+    """Raise UsageError where ranks cannot be given equal parts of the batch, or the graph has no batch of all ranks."""
+    if program.batch is None or not program.batch.whole:
+        found = "with data_parallel_loss='average' ranks compute no loss of one batch"
+        raise UsageError(found, fix="leave it at 'batch', or verify {'tp': ...} alone")
+    for node, spec in program.input_nodes():
+        dim = simulate.rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+        if dim is not None and values[spec.name].shape[dim] % data.ranks:
+            found = f"'{spec.name}' has {values[spec.name].shape[dim]} rows, which {data.ranks} ranks cannot share out equally"
+            raise UsageError(found, fix=f"give example_inputs with {2 * data.ranks} rows")
 
 
 def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dict[str, Tensor]:

@@ -325,7 +325,7 @@ class _Typer:
             ):  # an op among the inputs would come before those that it may take a size of
                 where = where.next
             build = Builder(self.program, where, node, NAME)
-            ends = (src.tag, dst.tag, [], [], self.policy.axis, self.ranks)
+            ends: Any = (src.tag, dst.tag, [], [], self.policy.axis, self.ranks)
             made = build(ops.transition.default, node, *ends)
             self.moved[node, dst], self.facts[made] = made, dst
             self.changes += 1

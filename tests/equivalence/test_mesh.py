@@ -1,0 +1,83 @@
+"""`megafx.verify` on a mesh: data-parallel times tensor-parallel ranks run what real ones run, each its own graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.config import Config
+from megafx.errors import UsageError
+from megafx.ir.program import Program
+from megafx.planner.context import Planner
+
+
+class Block(nn.Module):
+    """Two linears and a norm; a loss of the labels that count, and a penalty on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 11, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * self.up.weight.norm()
+
+
+def a_call(rows: int = 4, labels: bool = True) -> dict[str, torch.Tensor]:
+    ids = torch.randint(11, (rows, 5), generator=torch.Generator().manual_seed(0))
+    counted = ids.clone()
+    counted[0, :3] = -100  # ranks count unequal numbers of labels
+    return {"ids": ids, "labels": counted} if labels else {"ids": ids}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "text"),
+    [
+        ({"dp": 2, "tp": 2}, {}, "4 ranks (dp 2 x tp 2)"),
+        ({"dp": 2, "tp": 3}, {"data_parallel": "fsdp"}, "6 ranks (dp_replicate 1 x dp_shard 2 x tp 3)"),
+        ({"dp": 4}, {"data_parallel": "zero1", "data_parallel_shard_size": 2}, "(dp_replicate 2 x dp_shard 2 x tp 1)"),
+    ],
+)
+def test_all_ranks_of_a_mesh_compute_what_one_process_does(mesh, options, text):
+    verdict = megafx.verify(Block().double(), Config(**options), example_inputs=a_call(), mesh=mesh, tolerance=1e-10)
+    assert verdict, str(verdict)
+    assert text in str(verdict) and len(verdict.gradients) == 8
+
+
+def test_outputs_of_all_ranks_are_those_of_the_whole_batch():
+    verdict = megafx.verify(Block().double(), example_inputs=a_call(6, False), mesh={"dp": 3, "tp": 2}, tolerance=1e-10)
+    assert verdict, str(verdict)
+
+
+def without_a_sum(program: Program, planner: Planner) -> int:
+    """A pass that loses a sum over data-parallel ranks."""
+    node = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.transition.default)[0]
+    node.replace_all_uses_with(node.args[0])
+    return 1
+
+
+def test_a_lost_sum_over_data_parallel_ranks_is_noticed():
+    config = Config(passes=(("after place_axes", without_a_sum),))
+    verdict = megafx.verify(Block().double(), config, example_inputs=a_call(), mesh={"dp": 2})
+    assert not verdict and "MEGAFX_CHECK=2 names the pass" in str(verdict)
+
+
+def test_what_no_mesh_can_run_is_refused():
+    with pytest.raises(UsageError, match="an axis 'pp'"):
+        megafx.verify(Block(), example_inputs=a_call(), mesh={"pp": 2, "tp": 2})
+    with pytest.raises(UsageError, match=r"ids\]' has 3 rows, which 2 ranks .*\n.*fix: give example_inputs with 4 rows"):
+        megafx.verify(Block(), example_inputs=a_call(3), mesh={"dp": 2})
+    with pytest.raises(UsageError, match="no loss of one batch"):
+        config = Config(data_parallel_loss="average")
+        megafx.verify(Block(), config, example_inputs=a_call(), mesh={"dp": 2})
+    with pytest.raises(UsageError, match="simulated ranks"):
+        megafx.verify(Block(), example_inputs=a_call(), mesh={"dp": 2}, on_ranks=True)
