@@ -74,7 +74,9 @@ def test_a_lost_sum_over_data_parallel_ranks_is_noticed():
 def test_what_no_mesh_can_run_is_refused():
     with pytest.raises(UsageError, match="an axis 'pp'"):
         megafx.verify(Block(), example_inputs=a_call(), mesh={"pp": 2, "tp": 2})
-    with pytest.raises(UsageError, match=r"ids\]' has 3 rows, which 2 ranks .*\n.*fix: give example_inputs with 4 rows"):
+    with pytest.raises(
+        UsageError, match=r"ids\]' has 3 rows, which 2 ranks .*\n.*fix: give example_inputs with 4 rows"
+    ):
         megafx.verify(Block(), example_inputs=a_call(3), mesh={"dp": 2})
     with pytest.raises(UsageError, match="no loss of one batch"):
         config = Config(data_parallel_loss="average")
