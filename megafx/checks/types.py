@@ -209,7 +209,10 @@ def _say(p: Placement) -> str:
 
 
 def _check_mean(checker: _Checker, node: fx.Node) -> None:
+    """A mean over a shard may only be divided by the number of ranks, which makes a summand of it."""
     source: Any = node.args[0]
+    if all(u.target is torch.ops.aten.div.Scalar and u.args[1] == checker.t for u in node.users):
+        return
     over = node.args[1] if len(node.args) > 1 else None
     n = source.meta[VAL].ndim
     dims = {d % n for d in over} if isinstance(over, (list, tuple)) and over else set(range(n))
