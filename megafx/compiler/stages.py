@@ -47,6 +47,7 @@ from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.compile_chains import compile_chains
+from megafx.passes.lower.fuse_maxima import fuse_maxima
 from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
@@ -152,6 +153,7 @@ RANK: tuple[PassFunction, ...] = (
     schedule_offload,
     regather,
     overlap_products,
+    fuse_maxima,
     write_padded_rows,
     reuse_buffers,
     compile_chains,

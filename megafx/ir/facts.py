@@ -14,6 +14,7 @@
 | inplace             | passes/lower/reuse_buffers.py: the form that writes over an operand                   |
 | recompute           | passes/backward/recompute_activations.py: the op whose result a gradient makes again  |
 | workspace           | analysis/memory.py: memory that the op takes while it runs                            |
+| largest             | passes/lower/fuse_maxima.py: results of which kernels leave the largest magnitude     |
 
 Facts of users' ops are their rules (`megafx.register_rule`). Samples are data, so that this file needs no torch.
 """
@@ -64,6 +65,7 @@ class OpFacts:
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its backward, can recompute as its last result
     workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it allocates in addition to its results
+    largest     numbers of the results of which its kernels can leave the largest magnitude (kernels/fp8/largest.py)
     """
 
     rule: str | Callable[[Any], Any] | None = None
@@ -78,6 +80,7 @@ class OpFacts:
     inplace: tuple[int, Any] | None = None
     recompute: str = ""
     workspace: Callable[[Sequence[Any], int], int] | None = None
+    largest: tuple[int, ...] = ()
 
 
 _facts: dict[str, OpFacts] = {}

@@ -1,5 +1,6 @@
 """Covers: kernels/fp8/quantize.py, kernels/fp8/quantize_triton.py, kernels/fp8/scaled_mm.py."""
 
+import functools
 import math
 
 import pytest
@@ -152,8 +153,67 @@ def triton_checks():
     zero = torch.zeros(4, 4, device=DEVICE)
     assert kernels.quantize(zero, kernels.amax(zero, 0, *WHOLE), 0, "e4m3", True, True, False)[2].tolist() == [1.0] * 4
     assert kernels.amax(zero[:0], 1, *WHOLE).tolist() == [0.0] * 4
+    largest_checks()
     if DEVICE == "cuda":
         library_checks()
+
+
+def largest_checks():
+    """What kernels leave of their results is the largest of the results, to the bit; results are as without."""
+    import megafx.kernels.activation.activation
+    import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
+    from megafx.kernels.common import maxima_triton
+    from megafx.kernels.fp8 import largest as largest_of
+    from megafx.kernels.fp8 import quantize_triton as kernels
+
+    seed, draw = torch.tensor(3, device=DEVICE), (0.3, 1, -1, [], "")
+    for dtype in (torch.bfloat16, torch.float32):
+        new = functools.partial(torch.randn, device=DEVICE, dtype=dtype)
+        shapes = [(2, 3, 130)] if dtype == torch.bfloat16 else [(3, 600)]
+        shapes += [(6, 40), (700, 4096), (64, 14336), (8, 12288)] if DEVICE == "cuda" else []
+        for shape in shapes:
+            h = shape[-1]
+            x, y, wide, w, bias = new(*shape), new(*shape) * 3, new(*shape[:-1], 2 * h), new(h), new(2 * h)
+            rows = [torch.rand(shape[:-1], device=DEVICE) for _ in range(2)]
+            add = (x, None, y, w, None, 1e-5, None, 0.0, 0, -1, [], "")
+            back = (dtype, None)
+            calls = [
+                ("bias_act", 0, (x, bias[:h], "gelu")), ("bias_act_backward", 0, (y, x, bias[:h], "gelu_tanh", True)),
+                ("bias_act_backward", 0, (y, x, None, "relu2", False)), ("glu", 0, (x, y, "silu")),
+                ("glu_packed", 0, (wide, None, "silu")), ("glu_packed", 0, (wide, bias, "gelu")),
+                ("glu_packed_backward", 0, (x, wide, None, "silu", True)),
+                ("glu_packed_backward", 0, (x, wide, bias, "silu", False)),
+                ("rms_norm_forward", 0, (x, w, 1e-5, 1.0)), ("layer_norm_forward", 0, (x, w, bias[:h], 1e-5)),
+                ("rms_norm_backward", 0, (y, x, w, rows[0], 0.0, True)),
+                ("layer_norm_backward", 0, (y, x, w, *rows, True, True)),
+                ("bias_dropout_add_layer_norm", 1, add),
+                ("bias_dropout_add_rms_norm", 1, (x, None, y, w, 1e-5, 0.0, seed, *draw)),
+                *[
+                    ("bias_dropout_add_rms_norm_backward", i, (x, y, y, w, rows[0], 0.0, True, *back, seed, *draw))
+                    for i in (0, 1)
+                ],
+            ]  # fmt: skip
+            for name, result, args in calls:
+                op = getattr(ops, name).default
+                call, launcher = largest_of.giving_largest(op, result), largest_of.launcher_of(op)
+                plain = launcher(*args)
+                plain = (plain,) if isinstance(plain, torch.Tensor) else plain
+                with maxima_triton.asking(result) as wanted:
+                    again = launcher(*args)
+                assert wanted.partial is not None, name
+                found = wanted.joined(plain[result])
+                again = (again,) if isinstance(again, torch.Tensor) else again
+                for a, b in zip(plain, again, strict=True):
+                    assert torch.equal(a, b), name
+                wanted = kernels.amax(plain[result].reshape(-1, plain[result].shape[-1]), -1, *WHOLE)
+                assert torch.equal(found, wanted) and float(found) > 0, (name, dtype, shape, found, wanted)
+                if DEVICE == "cuda":
+                    for _ in range(3):  # run, recorded, repeated
+                        assert torch.equal(call(*args, *WHOLE)[-1], wanted), name
+        x[0, 0] = float("nan")
+        with maxima_triton.asking(0) as wanted:
+            plain = largest_of.launcher_of(ops.glu.default)(x, y, "silu")
+        assert wanted.joined(plain).isnan()
 
 
 def library_checks():

@@ -191,6 +191,7 @@ define_op(
     samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
     reference=bias_act_reference,
     triton="activation.activation_triton:bias_act",
+    largest=(0,),
     fake=lambda *args: new_like(check_bias_act(*args)),
 )
 define_op(
@@ -201,6 +202,7 @@ define_op(
     recompute="bias_act",
     reference=bias_act_backward_reference,
     triton="activation.activation_triton:bias_act_backward",
+    largest=(0,),
     fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), new_like(x) if want else x.new_empty(0)),
 )
 define_op(
@@ -209,6 +211,7 @@ define_op(
     samples=[(real(4, 6), real(4, 6), "silu")],
     reference=glu_reference,
     triton="activation.activation_triton:glu",
+    largest=(0,),
     fake=lambda *args: new_like(check_glu(*args)),
 )
 define_op(
@@ -227,6 +230,7 @@ define_op(
     samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
     reference=glu_packed_reference,
     triton="activation.activation_triton:glu_packed",
+    largest=(0,),
     fake=lambda *args: half(check_glu_packed(*args)),
 )
 define_op(
@@ -237,6 +241,7 @@ define_op(
     recompute="glu_packed",
     reference=glu_packed_backward_reference,
     triton="activation.activation_triton:glu_packed_backward",
+    largest=(0,),
     fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), half(x) if want else x.new_empty(0)),
 )
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.activation.activation import check_bias_act, check_glu, check_glu_packed, half
+from megafx.kernels.common.maxima_triton import asked, leave, magnitude
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import (
     STAGES,
@@ -141,9 +142,11 @@ def _forward(
     up,  # [rows, columns] IN, rows at up_stride; read if GATED and not PACKED
     bias,  # [columns] IN, GATED: [2 * columns]; read if BIAS
     y,  # [rows, columns] OUT, contiguous
+    largest,  # [programs] int32 OUT, of y; written if LARGEST
     rows, columns, gate_stride, up_stride,
     GATED: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr,
     PRECISE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     if PACKED:
         up = gate + columns
@@ -159,6 +162,8 @@ def _forward(
     if GATED:
         value = value * b
     tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=inside)
+    if LARGEST:
+        leave(largest, tl.program_id(0), magnitude(value, inside))
 
 
 @triton.jit
@@ -171,10 +176,11 @@ def _backward(
     dup,  # [rows, columns] OUT, contiguous; written if GATED and not PACKED
     y,  # [rows, columns] OUT, contiguous; written if AGAIN
     partials,  # [grid 1, columns] fp32 OUT, GATED: [grid 1, 2 * columns]; written if BIAS
+    largest,  # [programs] int32 OUT, of dgate and dup together; written if LARGEST
     rows, columns, grad_stride, gate_stride, up_stride,
     GATED: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr,
     PRECISE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    STAGES: tl.constexpr, AGAIN: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     out_stride = columns
     if PACKED:
@@ -192,6 +198,7 @@ def _backward(
         if GATED:
             up_bias = tl.load(bias + columns + column, mask=within, other=0.0).to(tl.float32)[None, :]
             up_sum = tl.zeros([R, C], tl.float32)
+        found = tl.zeros([R, C], tl.int32)
         for tile in tl.range(tl.program_id(1), tl.cdiv(rows, R), tl.num_programs(1), num_stages=STAGES):
             row = (tile * R + tl.arange(0, R)).to(tl.int64)[:, None]
             inside = (row < rows) & within[None, :]
@@ -204,10 +211,14 @@ def _backward(
             da = (g * b if GATED else g) * slope
             tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
             gate_sum += tl.where(inside, da, 0.0)
+            if LARGEST:
+                found = tl.maximum(found, magnitude(da, inside))
             if GATED:
                 db = g * value
                 tl.store(dup + at, db.to(dup.dtype.element_ty), mask=inside)
                 up_sum += tl.where(inside, db, 0.0)
+                if LARGEST:
+                    found = tl.maximum(found, magnitude(db, inside))
             if AGAIN:
                 again = activate(a, ACT, FAST, PRECISE)
                 if GATED:
@@ -217,6 +228,8 @@ def _backward(
         tl.store(at, tl.sum(gate_sum, 0), mask=within)
         if GATED:
             tl.store(at + columns, tl.sum(up_sum, 0), mask=within)
+        if LARGEST:
+            leave(largest, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), found)
     else:
         row, column, inside = tile_at(tl.program_id(0), rows, columns, R, C, EVEN, WIDE)
         g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -227,8 +240,15 @@ def _backward(
         at = row * out_stride + column
         da = (g * b if GATED else g) * slope
         tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
+        if LARGEST:
+            found = magnitude(da, inside)
         if GATED:
-            tl.store(dup + at, (g * value).to(dup.dtype.element_ty), mask=inside)
+            db = g * value
+            tl.store(dup + at, db.to(dup.dtype.element_ty), mask=inside)
+            if LARGEST:
+                found = tl.maximum(found, magnitude(db, inside))
+        if LARGEST:
+            leave(largest, tl.program_id(0), found)
         if AGAIN:
             again = activate(a, ACT, FAST, PRECISE)
             if GATED:
@@ -275,7 +295,10 @@ def _run_forward(y: Tensor, operands: _Operands) -> Tensor:
     tile = tile_of(rows, columns)
     grid = (cdiv(columns, tile.columns) * cdiv(rows, tile.rows),)
     flags = operands.flags(columns, tile, y.dtype == torch.float32)
-    launch(_forward, grid, y, *operands.pointers(), y, rows, columns, *operands.strides(), **flags)
+    largest = asked(0, grid[0], y)
+    flags["LARGEST"] = largest is not None
+    pointers = (*operands.pointers(), y, operands.gate.data if largest is None else largest)
+    launch(_forward, grid, y, *pointers, rows, columns, *operands.strides(), **flags)
     return y
 
 
@@ -293,12 +316,13 @@ def _run_backward(grad: Tensor, operands: _Operands, dgate: Tensor, dup: Tensor 
         tile = sum_tile_of(columns)
         blocks, partials = partials_of(tile, rows, columns, grad, 2 if operands.gated else 1)
         grid = (blocks, partials.shape[0])
-    unused = operands.gate.data
+    unused, largest = operands.gate.data, asked(0, grid[0] * grid[1], dgate)
     launch(
         _backward, grid, dgate,
-        g, *operands.pointers(), dgate, unused if dup is None else dup, unused if y is None else y, partials, rows,
-        columns, grad_stride, *operands.strides(),
-        STAGES=STAGES, AGAIN=y is not None, **operands.flags(columns, tile, dgate.dtype == torch.float32),
+        g, *operands.pointers(), dgate, unused if dup is None else dup, unused if y is None else y, partials,
+        unused if largest is None else largest, rows, columns, grad_stride, *operands.strides(),
+        STAGES=STAGES, AGAIN=y is not None, LARGEST=largest is not None,
+        **operands.flags(columns, tile, dgate.dtype == torch.float32),
     )  # fmt: skip
     return dgate.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 

@@ -172,6 +172,12 @@ def direct(op: Any) -> Callable[..., Any] | None:
     return _directly(op) if is_kernel(op) else None
 
 
+def launcher_of(op: Any) -> Callable[..., Any] | None:
+    """What launches the kernels of an op; None where it has none."""
+    repeated = getattr(_implementations.get(op), "repeated", None)
+    return None if repeated is None else repeated.launcher
+
+
 def is_kernel(op: Any) -> TypeGuard[OpOverload]:
     """Whether `define_op` made it."""
     return isinstance(op, OpOverload) and op in _implementations

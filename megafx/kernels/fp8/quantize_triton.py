@@ -1,8 +1,7 @@
 """fp8_amax, fp8_quantize and fp8_transposed on CUDA; quantize.py has the formulas.
 
-Largest magnitudes are taken of the bits without their sign, as integers: the order of numbers, with NaN above infinity, so that
-no NaN is lost; the order of the maxima does not matter, so that results are the same bits each run. Programs that share a
-result leave partial maxima, which a second kernel joins. A cast reads x once and writes its bytes, their transpose, or both.
+Programs that share a largest magnitude leave partial maxima, which a second kernel joins (common/maxima_triton.py). A cast
+reads x once and writes its bytes, their transpose, or both.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafx.kernels.common.maxima_triton import JOINED, join, leave, magnitude
 from megafx.kernels.common.op import launch
 from megafx.kernels.common.tiles_triton import cdiv, multiprocessors
 from megafx.kernels.fp8.quantize import LEAST, TOP, amax_shape, real_parts
 
 ROWS, COLUMNS = 64, 128  # of a tile: 32 elements a thread at 8 warps
-JOINED = 1024  # partial maxima that one program joins
 
 
 @triton.jit
 def _bits(x, row, column, rows, columns, stride):
     """Bits of |x| as int32, 0 outside. x fp32, bf16 or fp16."""
     inside = (row < rows) & (column < columns)
-    value = tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32)
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return magnitude(tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32), inside)
 
 
 @triton.jit
@@ -41,7 +39,7 @@ def _largest_of_all(
         row = (tile // across) * R + tl.arange(0, R)[:, None]
         column = (tile % across) * C + tl.arange(0, C)[None, :]
         found = tl.maximum(found, _bits(x, row, column, rows, columns, stride))
-    tl.store(partial + tl.program_id(0), tl.max(tl.max(found, axis=1), axis=0))
+    leave(partial, tl.program_id(0), found)
 
 
 @triton.jit
@@ -73,21 +71,6 @@ def _largest_of_columns(
     tl.store(partial + tl.program_id(1).to(tl.int64) * columns + at, tl.max(found, axis=0), mask=at < columns)
 
 
-@triton.jit
-def _join(
-    partial,  # [count, n] int32 IN
-    out,  # [n] fp32 OUT
-    count, n, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * C + tl.arange(0, C)
-    found = tl.zeros([R, C], tl.int32)
-    for start in tl.range(0, count, R):
-        row = start + tl.arange(0, R)[:, None]
-        inside = (row < count) & (column[None, :] < n)
-        found = tl.maximum(found, tl.load(partial + row.to(tl.int64) * n + column[None, :], mask=inside, other=0))
-    tl.store(out + column, tl.max(found, axis=0).to(tl.float32, bitcast=True), mask=column < n)
-
-
 def amax(x: Tensor, kept: int, cut: int, layout: Sequence[int], axis: str) -> Tensor:
     parts = [part for part in real_parts(x, cut, layout, axis) if part.numel()]
     if not parts:
@@ -112,14 +95,14 @@ def _amax(x: Tensor, kept: int) -> Tensor:
         parts = cdiv(rows, each)
         partial = torch.empty((parts, columns), dtype=torch.int32, device=x.device)
         launch(_largest_of_columns, (width, parts), x, x, partial, *where, each, R=ROWS, C=COLUMNS, num_warps=8)
-        launch(_join, (cdiv(columns, 256),), x, partial, out, parts, columns, R=8, C=256)
+        join(partial, out)
     else:
         across = cdiv(columns, COLUMNS)
         tiles = cdiv(rows, ROWS) * across
         programs = min(tiles, 4 * multiprocessors(x.device), JOINED)
         partial = torch.empty((programs,), dtype=torch.int32, device=x.device)
         launch(_largest_of_all, (programs,), x, x, partial, *where, tiles, across, R=ROWS, C=COLUMNS, num_warps=8)
-        launch(_join, (1,), x, partial, out, programs, 1, R=JOINED, C=1)
+        join(partial, out)
     return out
 
 

@@ -120,6 +120,7 @@ define_op(
     samples=[(real(4, 6), real(6), real(4, 6), real(6), real(6), 1e-05, SEED, *DRAWN)],
     reference=partial(call_forward, False, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm",
+    largest=(1,),
     fake=partial(_fake, False),
 )
 define_op(
@@ -130,6 +131,7 @@ define_op(
     samples=[(*[real(4, 6)] * 3, real(6), real(4), real(4), True, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=partial(call_backward, False, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm_backward",
+    largest=(0, 1),
     fake=partial(_backward_fake, False),
 )
 define_op(
@@ -139,6 +141,7 @@ define_op(
     samples=[(real(4, 6), None, real(4, 6), real(6), 1e-05, 1.0, None, *UNDRAWN)],
     reference=partial(call_forward, True, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm",
+    largest=(1,),
     fake=partial(_fake, True),
 )
 define_op(
@@ -148,6 +151,7 @@ define_op(
     samples=[(*[real(4, 6)] * 3, real(6), real(4), 1.0, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=partial(call_backward, True, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm_backward",
+    largest=(0, 1),
     fake=partial(_backward_fake, True),
 )
 

@@ -126,6 +126,7 @@ define_op(
     samples=[(real(4, 6, 6), real(6), real(6), 1e-05)],
     reference=layer_norm_reference,
     triton="norm.norms_launch:layer_norm_forward",
+    largest=(0,),
     fake=_layer_norm_fake,
 )
 define_op(
@@ -136,6 +137,7 @@ define_op(
     partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
     reference=layer_norm_backward_reference,
     triton="norm.norms_launch:layer_norm_backward",
+    largest=(0,),
     fake=lambda grad, x, weight, mean, rstd, *wanted: (new_like(x), *(vector_like(x, weight, w) for w in wanted)),
 )
 
@@ -193,6 +195,7 @@ define_op(
     samples=[(real(4, 6, 6), real(6), 1e-05, 1.0)],
     reference=rms_norm_reference,
     triton="norm.norms_launch:rms_norm_forward",
+    largest=(0,),
     fake=_rms_norm_fake,
 )
 define_op(
@@ -202,6 +205,7 @@ define_op(
     samples=[(real(4, 6), real(4, 6), real(6), real(4), 1.0, True)],
     reference=rms_norm_backward_reference,
     triton="norm.norms_launch:rms_norm_backward",
+    largest=(0,),
     fake=lambda grad, x, weight, rstd, offset, want_weight: (new_like(x), vector_like(x, weight, want_weight)),
 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import Draw, draws, factor_of
+from megafx.kernels.common.maxima_triton import asked
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import power_of_2
 from megafx.kernels.dropout.bias_dropout_add_triton import column_sums
@@ -136,15 +137,19 @@ def run_forward(
         return h, y, mean, rstd
     drop = draws(draw.p)
     shape = forward_shape(H, norm.rms, add, drop)
+    programs = triton.cdiv(rows, shape.R)
+    largest = asked(1 if add else 0, programs, y)
     launch(
-        norm_forward, (triton.cdiv(rows, shape.R),), x,
+        norm_forward, (programs,), x,
         x, x if bias is None else bias.contiguous(), x if residual is None else residual.contiguous(),
         x if draw.seed is None else draw.seed.to(x.device), x if norm.weight is None else norm.weight.contiguous(),
         x if norm.bias is None else norm.bias.contiguous(), h, y, rstd if mean is None else mean, rstd,
+        x if largest is None else largest,
         rows, H, norm.eps, norm.offset, *_drawing(draw, where),
         RMS=norm.rms, ADD=add, BIAS=bias is not None, DROP=drop, ALIGNED=where.aligned,
         WEIGHT=norm.weight is not None, NORM_BIAS=norm.bias is not None, RELOAD=shape.reload,
-        EVEN=H == shape.K * shape.C, R=shape.R, K=shape.K, C=shape.C, num_warps=shape.warps,
+        LARGEST=largest is not None, EVEN=H == shape.K * shape.C, R=shape.R, K=shape.K, C=shape.C,
+        num_warps=shape.warps,
     )  # fmt: skip
     return h, y, mean, rstd
 
@@ -167,15 +172,18 @@ def run_backward(
     partial = torch.empty(len(sums), programs // shape.split, H, dtype=torch.float32, device=x.device)
     x, grad = x.contiguous(), grad.contiguous()
     own_bytes = 0 if grad_h is None else grad_h.element_size()
+    of_dx, of_dbranch = asked(0, programs, x), asked(1, programs, x)
+    largest = of_dbranch if of_dx is None else of_dx
     launch(
         norm_backward, (programs,), x,
         grad, x, x if grad_h is None else grad_h.contiguous(), x if draw.seed is None else draw.seed.to(x.device),
         x if weight is None else weight.contiguous(), rstd if mean is None else mean.contiguous(), rstd.contiguous(),
-        dx, dbranch if dbranch.numel() else dx, partial,
+        dx, dbranch if dbranch.numel() else dx, partial, x if largest is None else largest,
         rows, H, offset, *_drawing(draw, where),
         RMS=mean is None, GRAD_H=grad_h is not None, BRANCH=dbranch.numel() > 0, DROP=draws(draw.p),
         ALIGNED=where.aligned, WEIGHT=weight is not None, SUM_WEIGHT=vectors[0].numel() > 0,
         SUM_NORM_BIAS=vectors[1].numel() > 0, SUM_BIAS=vectors[2].numel() > 0,
+        LARGEST=0 if largest is None else 2 if of_dx is None else 1,
         STAGES=stages_that_fit(shape, x.element_size() + grad.element_size(), own_bytes, x.device), SPLIT=shape.split,
         EVEN=shape.K * shape.C * shape.split == H, R=shape.R, K=shape.K, C=shape.C, num_warps=shape.warps,
     )  # fmt: skip

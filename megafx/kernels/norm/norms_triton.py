@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megafx.kernels.common.maxima_triton import leave, magnitude
 from megafx.kernels.common.philox_triton import keep_tile, key_of
 
 
@@ -67,11 +68,12 @@ def norm_forward(
     y,  # [rows, H] OUT
     mean_out,  # [rows] fp32 OUT
     rstd_out,  # [rows] fp32 OUT
+    largest,  # [programs] int32 OUT, of y; written if LARGEST
     rows, H, eps, offset, threshold, scale, op_id, inner,
     first_row,  # row i of the shard is row first_row + (i // inner) * row_stride + i % inner of the whole tensor
     row_stride,
     RMS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, RELOAD: tl.constexpr,
+    WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, RELOAD: tl.constexpr, LARGEST: tl.constexpr,
     EVEN: tl.constexpr,  # the parts are the row, no more
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -140,6 +142,7 @@ def norm_forward(
     tl.store(rstd_out + row, rstd, mask=row < rows)
     if RELOAD and ADD:
         tl.debug_barrier()  # the second pass reads h, which other threads may have written
+    found = tl.zeros([R, C], tl.int32)
     for k in tl.static_range(K):
         column = k * C + tl.arange(0, C)[None, :]
         inside = _inside(row, rows, column, H, EVEN or k < K - 1, R, C)
@@ -155,6 +158,10 @@ def norm_forward(
         if NORM_BIAS:
             out += _vector(norm_bias, column, H, EVEN or k < K - 1).to(tl.float32)
         tl.store(y + start + column, out.to(y.dtype.element_ty), mask=inside)
+        if LARGEST:
+            found = tl.maximum(found, magnitude(out, inside))
+    if LARGEST:
+        leave(largest, tl.program_id(0), found)
 
 
 @triton.jit
@@ -177,11 +184,12 @@ def norm_backward(
     dx,  # [rows, H] OUT
     dbranch,  # [rows, H] OUT: keep(i) dx scale
     partial,  # [J, P, H] fp32 OUT, in the order of the flags
+    largest,  # [programs] int32 OUT; LARGEST 1: of dx, 2: of dbranch
     rows, H, offset, threshold, scale, op_id, inner, first_row, row_stride,
     RMS: tl.constexpr, GRAD_H: tl.constexpr, BRANCH: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHT: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_NORM_BIAS: tl.constexpr, SUM_BIAS: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    C: tl.constexpr,
+    LARGEST: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     if DROP:
         k0, k1 = key_of(seed)
@@ -194,6 +202,7 @@ def norm_backward(
     sums_weight = _zeros(K if SUM_WEIGHT else 1, R, C)
     sums_norm_bias = _zeros(K if SUM_NORM_BIAS else 1, R, C)
     sums_bias = _zeros(K if SUM_BIAS else 1, R, C)
+    found = tl.zeros([R, C], tl.int32)
     group = tl.program_id(0) // SPLIT
     groups = tl.num_programs(0) // SPLIT
     for tile in tl.range(group, tl.cdiv(rows, R), groups, num_stages=STAGES):
@@ -250,6 +259,8 @@ def norm_backward(
             if GRAD_H:
                 d += tl.load(grad_h + start + column, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + start + column, d.to(dx.dtype.element_ty), mask=inside)
+            if LARGEST == 1:
+                found = tl.maximum(found, magnitude(d, inside))
             if DROP:
                 outer = row // inner
                 first = (first_row + outer * row_stride + row - outer * inner) * H + own + k * C
@@ -257,6 +268,8 @@ def norm_backward(
                 d = tl.where(keep, d * scale, 0.0)
             if BRANCH:
                 tl.store(dbranch + start + column, d.to(dbranch.dtype.element_ty), mask=inside)
+            if LARGEST == 2:
+                found = tl.maximum(found, magnitude(d, inside))
             if SUM_BIAS:
                 new_bias = new_bias + (sums_bias[k] + d,)
         if SUM_WEIGHT:
@@ -265,6 +278,8 @@ def norm_backward(
             sums_norm_bias = new_norm_bias
         if SUM_BIAS:
             sums_bias = new_bias
+    if LARGEST > 0:
+        leave(largest, tl.program_id(0), found)
     out = partial + group.to(tl.int64) * H
     size = groups.to(tl.int64) * H
     for k in tl.static_range(K):
