@@ -12,6 +12,9 @@ Seeds of dropout are inputs, so that each replay draws its own masks. Collective
 as before, since they allocate what a recording may not (`WARM_UP`). What cannot be recorded runs as before, and a note says so.
 
 A rank can replay while another one runs its kernels one by one: they do the same things in the same order.
+
+NCCL does not end a communicator before the last graph with one of its collectives is gone (`commDestroySync` in its init.cc), and
+a model may outlive its process group. So all graphs are dropped first, and recorded again should a call come.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 WARM_UP = 2  # calls of each set of sizes before it is recorded
@@ -70,6 +75,22 @@ class _Sizes:
         return any(ref() is not None for ref in self.held)
 
 
+_all: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
+
+
+@cache
+def _drop_before_shutdown() -> None:
+    """Let process groups drop all graphs before they shut down. Done once."""
+    shutdown = dist.ProcessGroup.shutdown
+
+    def without_graphs(group: dist.ProcessGroup) -> None:
+        for graphs in list(_all):
+            graphs.drop()
+        shutdown(group)
+
+    dist.ProcessGroup.shutdown = without_graphs  # type: ignore[method-assign]  # destroy_process_group calls it for each group
+
+
 class CudaGraphs:
     """Runs forward(*inputs) -> results and backward([*kept, *tangents]) -> gradients, by replay where it can.
 
@@ -90,6 +111,15 @@ class CudaGraphs:
         self.outputs, self.stored, self.always, self.note = outputs, stored, always, note
         self.sizes: dict[Any, _Sizes] = {}
         self.last: _Sizes | None = None  # of the forward that was replayed last
+        _all.add(self)
+        if dist.is_available():
+            _drop_before_shutdown()
+
+    def drop(self) -> None:
+        """Free what was recorded. Later calls are recorded again."""
+        for graph in [r.graph for s in self.sizes.values() for r in (s.forward, s.backward) if r is not None]:
+            graph.reset()
+        self.sizes, self.last = {}, None
 
     def forward(self, *inputs: Any) -> list[Any]:
         here = self._of(inputs)

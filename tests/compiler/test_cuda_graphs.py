@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,9 @@ class Graph:
 
     def pool(self) -> None:
         return None
+
+    def reset(self) -> None:
+        self.run = None
 
     def replay(self) -> None:
         for target, value in zip(self.results, self.run(self.inputs), strict=True):
@@ -171,6 +175,22 @@ def test_values_that_a_replay_overwrites_show(replays, monkeypatch):
     recorded, ordinary = pair()
     ids = batches(12)
     assert not equal(train(recorded, ids, together=2, every=2), train(ordinary, ids, together=2, every=2))
+
+
+def test_a_process_group_that_ends_has_no_graphs_any_more(replays, tmp_path):
+    """NCCL waits for the last graph that holds one of its collectives: `destroy_process_group` did not return."""
+    recorded, ordinary = pair()
+    ids = batches(4)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert equal(train(recorded, ids), train(ordinary, ids))
+        before = [graphs for graphs in cuda_graphs._all if graphs.sizes]
+        assert before
+    finally:
+        dist.destroy_process_group()
+    assert not any(graphs.sizes for graphs in before)
+    seen = replays.count("replay")
+    assert equal(train(recorded, ids), train(ordinary, ids)) and replays.count("replay") > seen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
