@@ -275,8 +275,9 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
     target, other = torch.empty(TRANSFER, dtype=torch.uint8, device=device), memory[(dist.get_rank() + 1) % ranks]
 
     def copy(size: int, busy: bool = False) -> None:
+        peers.begin()
         peers.barrier()
-        event = peers.copy(target[:size], other[:size])
+        (event,) = peers.copy([(target[:size], other[:size])])
         for _ in range(4 if busy else 0):
             product()
         peers.arrived(event)

@@ -13,7 +13,7 @@ as before, since they allocate what a recording may not (`WARM_UP`). What cannot
 
 A rank can replay while another one runs its kernels one by one: they do the same things in the same order.
 
-NCCL does not end a communicator before the last graph with one of its collectives is gone (`commDestroySync` in its init.cc), and
+NCCL does not end a communicator before the last graph with one of its collectives is gone (`commDestroySync`, its init.cc), and
 a model may outlive its process group. So all graphs are dropped first, and recorded again should a call come.
 """
 
@@ -88,7 +88,7 @@ def _drop_before_shutdown() -> None:
             graphs.drop()
         shutdown(group)
 
-    dist.ProcessGroup.shutdown = without_graphs  # type: ignore[method-assign]  # destroy_process_group calls it for each group
+    setattr(dist.ProcessGroup, shutdown.__name__, without_graphs)  # `destroy_process_group` calls it for each group
 
 
 class CudaGraphs:

@@ -37,7 +37,7 @@ import os
 import socket
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +73,15 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Wait for all ranks. What each did before, copies it waited for included, is then visible to all."""
 
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start a copy of what is computed by now; give it to `arrived` before the target is read."""
-        target.copy_(source)
+    def begin(self) -> None:
+        """A graph begins to run, here and on this thread."""
         return None
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        """Start copies (to, from) of what is computed by now; give each to `arrived` before its target is read."""
+        for target, source in pairs:
+            target.copy_(source)
+        return [None] * len(pairs)
 
     def arrived(self, copy: Any) -> None:
         """What follows runs after the copy."""
@@ -94,6 +99,7 @@ class PeerMemory(Transport):
         self.handle: Any = None
         self.memory: list[Tensor] = []
         self.before: list[Any] = []  # handles and tensors of earlier allocations
+        self.begin()
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
@@ -116,14 +122,23 @@ class PeerMemory(Transport):
     def barrier(self) -> None:
         self.handle.barrier(channel=0, timeout_ms=self.milliseconds)
 
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source)
-            return self.stream.record_event()
+    def begin(self) -> None:
+        self.current = torch.cuda.current_stream(self.device)  # asked for once: that takes longer than a launch
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        self.stream.wait_stream(self.current)
+        events = []
+        torch.cuda.set_stream(self.stream)
+        try:
+            for target, source in pairs:
+                target.copy_(source)
+                events.append(self.stream.record_event())
+        finally:
+            torch.cuda.set_stream(self.current)
+        return events
 
     def arrived(self, copy: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(copy)
+        self.current.wait_event(copy)
 
 
 class SharedFiles(Transport):
@@ -148,16 +163,29 @@ class SharedFiles(Transport):
         dist.barrier(self.group)
 
 
+class Slot:
+    """One slot of each rank, as tensors [ranks, *rows].
+
+    parts: this rank's; of: the same by rank. rows: each rank's own rows in its own slot; here: this rank's place in each slot.
+    """
+
+    def __init__(self, slots: Sequence[Tensor], rank: int) -> None:
+        self.parts, self.of = slots[rank], slots[rank].unbind()
+        self.rows = [slot[r] for r, slot in enumerate(slots)]
+        self.here = [slot[rank] for slot in slots]
+
+
 @dataclass(eq=False)
 class Pending:
     """A gather or a reduce-scatter under way. value: its result, once finished.
 
-    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started:
-    of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that copies read. mine: of a
-    gather, this rank's rows in its slot.
+    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own; of: the same by rank. copies: what
+    was started, by rank: of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that
+    copies read. mine: of a gather, this rank's rows in its slot.
     """
 
     parts: Tensor
+    of: Sequence[Tensor]
     scatters: bool
     shape: Sequence[int]
     copies: dict[int, Any] = field(default_factory=dict)
@@ -175,36 +203,45 @@ class Exchange:
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.count = self.slot_bytes = 0
         self.memory: list[Tensor] = []
+        self.slots: dict[Any, Slot] = {}  # of this memory, by place, shape and dtype
         self.under_way: list[Pending] = []  # in order; a reduce-scatter is the last of them
-        self.next: list[Tensor] | None = None  # slots of the gather to come, whose rows are being made there
+        self.next: Slot | None = None  # of the gather to come, whose rows are being made there
 
     def begin(self) -> None:
         """Start with the first slot, which the others may have read last."""
         self._finish_all()
         self.next = None
+        self.transport.begin()
         self.transport.release()
         if self.count:
             self.transport.barrier()
             self.count = 0
 
-    def _open(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """The next slot of each rank as a tensor [ranks, *shape], shape being that of one rank's rows."""
+    def _open(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
+        """The next slot of each rank. shape: of one rank's rows."""
         if self.under_way and self.under_way[-1].scatters:
             self._finish_all()
         nbytes = self.size * math.prod(shape) * dtype.itemsize
         if nbytes > self.slot_bytes:
             self._finish_all()
             self.slot_bytes = (nbytes + 255) // 256 * 256
-            self.memory = []
-            self.memory = self.transport.allocate(SLOTS * self.slot_bytes)
+            self.memory, self.slots = [], {}
+            with torch.inference_mode(False):  # later runs may not be in that mode
+                self.memory = self.transport.allocate(SLOTS * self.slot_bytes)
         return self._slots(shape, dtype)
 
-    def _slots(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def _slots(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         assert self.next is None, "rows were made for a gather that did not come"
         self.count += 1
-        nbytes = self.size * math.prod(shape) * dtype.itemsize
         start = self.count % SLOTS * self.slot_bytes
-        return [m[start : start + nbytes].view(dtype).view(self.size, *shape) for m in self.memory]
+        key = start, *shape, dtype
+        found = self.slots.get(key)
+        if found is None:
+            end = start + self.size * math.prod(shape) * dtype.itemsize
+            with torch.inference_mode(False):
+                views = [m[start:end].view(dtype).view(self.size, *shape) for m in self.memory]
+                found = self.slots[key] = Slot(views, self.rank)
+        return found
 
     def _finish_all(self) -> None:
         for pending in list(self.under_way):
@@ -213,23 +250,23 @@ class Exchange:
     def rows_of_next(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's rows in the slot of the gather that comes next, to be written."""
         self.next = self._open(shape, dtype)
-        return self.next[self.rank][self.rank]
+        return self.next.rows[self.rank]
 
     def gather(self, x: Tensor, own: bool) -> Pending:
         """x: [rows, ...] -> [ranks x rows, ...], under way. own: to memory of its own, not in the slot."""
-        slots, self.next = self.next, None
-        if slots is None or slots[self.rank][self.rank].data_ptr() != x.data_ptr():
-            slots = self._open(x.shape, x.dtype) if slots is None else slots
-            slots[self.rank][self.rank].copy_(x)
-        mine = slots[self.rank][self.rank]
-        parts = x.new_empty(slots[self.rank].shape) if own else slots[self.rank]
+        slot, self.next = self.next, None
+        if slot is None or slot.rows[self.rank].data_ptr() != x.data_ptr():
+            slot = self._open(x.shape, x.dtype) if slot is None else slot
+            slot.rows[self.rank].copy_(x)
+        parts = x.new_empty(slot.parts.shape) if own else slot.parts
+        of = parts.unbind() if own else slot.of
         self._finish_all()
         self.transport.barrier()
-        pending = Pending(parts, False, (self.size * x.shape[0], *x.shape[1:]), mine=mine)
-        for rank in self.others:
-            pending.copies[rank] = self.transport.copy(parts[rank], slots[rank][rank])
-        if own:
-            pending.copies[self.rank] = self.transport.copy(parts[self.rank], mine)
+        shape = (self.size * x.shape[0], *x.shape[1:])
+        pending = Pending(parts, of, False, shape, mine=slot.rows[self.rank])
+        sources = [*self.others, self.rank] if own else self.others
+        copies = self.transport.copy([(of[rank], slot.rows[rank]) for rank in sources])
+        pending.copies = dict(zip(sources, copies, strict=True))
         self.under_way.append(pending)
         return pending
 
@@ -240,19 +277,21 @@ class Exchange:
             for earlier in self.under_way[: self.under_way.index(pending)]:
                 self.finish(earlier)
             self.next = self._slots(pending.shape, pending.parts.dtype)  # as large as that of the reduce-scatter
-            rows = self.next[self.rank][self.rank]
+            rows = self.next.rows[self.rank]
         return self.gather(self.finish(pending, rows), own)
 
-    def scatter(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
-        """A reduce-scatter of summands [ranks, *rows] to come, each rank's by `send`; and the slots, for `send`."""
-        slots = self._open(rows, dtype)
-        pending = Pending(slots[self.rank], True, rows)
+    def scatter(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Pending, Slot]:
+        """A reduce-scatter of summands [ranks, *rows] to come, each rank's by `send`; and the slot, for `send`."""
+        slot = self._open(rows, dtype)
+        pending = Pending(slot.parts, slot.of, True, rows)
         self.under_way.append(pending)
-        return pending, slots
+        return pending, slot
 
-    def send(self, pending: Pending, slots: list[Tensor], to: int, summand: Tensor) -> None:
-        pending.held.append(summand)
-        pending.copies[to] = self.transport.copy(slots[to][self.rank], summand)
+    def send(self, pending: Pending, slot: Slot, summands: Mapping[int, Tensor]) -> None:
+        """Let summands leave, by the rank that they are for."""
+        pending.held += summands.values()
+        copies = self.transport.copy([(slot.here[to], summand) for to, summand in summands.items()])
+        pending.copies.update(zip(summands, copies, strict=True))
 
     def arrived(self, pending: Pending, rank: int) -> None:
         """What follows may read the rows of that rank."""
@@ -370,29 +409,29 @@ def gather_matmul(x: Tensor, rights: Sequence[tuple[Any, ...]], group: str, rank
     """
     exchange = _exchanges[group, rank]
     pending = exchange.gather(x, own)
-    parts = pending.parts.view(exchange.size, -1, x.shape[-1])
     assert pending.mine is not None
-    mine, rows = pending.mine.view(parts.shape[1:]), parts.shape[1]
+    rows, flat = math.prod(x.shape[:-1]), len(x.shape) == 2
     made = [_made(x, right) for right in rights]
-    products = [x.new_empty((exchange.size * rows, n), dtype=dtype) for n, dtype in made]
+    products = [x.new_empty((exchange.size, rows, n), dtype=dtype) for n, dtype in made]
+    targets = [product.unbind() for product in products]
     for source in (exchange.rank, *exchange.others):
-        part = mine
+        part = pending.mine
         if source != exchange.rank:
             exchange.arrived(pending, source)
-            part = parts[source]
-        for right, product in zip(rights, products, strict=True):
-            _product(part, right, source * rows, product[source * rows : (source + 1) * rows])
-    return exchange.finish(pending), *products
+            part = pending.of[source]
+        part = part if flat else part.view(rows, x.shape[-1])
+        for right, target in zip(rights, targets, strict=True):
+            _product(part, right, source * rows, target[source])
+    return exchange.finish(pending), *(product.view(-1, product.shape[-1]) for product in products)
 
 
 def scatter_start(x: Tensor, group: str, rank: int) -> Pending:
     """x: summands [ranks x rows, ...] -> under way: the sum of all ranks' summands of this rank's rows. For `scatter_wait`."""
     exchange = _exchanges[group, rank]
-    summands = x.view(exchange.size, x.shape[0] // exchange.size, *x.shape[1:])
-    pending, slots = exchange.scatter(summands.shape[1:], x.dtype)
-    for to in exchange.others:
-        exchange.send(pending, slots, to, summands[to])
-    pending.parts[exchange.rank].copy_(summands[exchange.rank])
+    summands = x.view(exchange.size, x.shape[0] // exchange.size, *x.shape[1:]).unbind()
+    pending, slot = exchange.scatter(summands[0].shape, x.dtype)
+    exchange.send(pending, slot, {to: summands[to] for to in exchange.others})
+    pending.of[exchange.rank].copy_(summands[exchange.rank])
     return pending
 
 
@@ -410,19 +449,19 @@ def matmul_scatter_start(a: Tensor, right: tuple[Any, ...], shape: Sequence[int]
     exchange = _exchanges[group, rank]
     ranks = exchange.size
     dtype = _made(a, right)[1]
-    pending, slots = exchange.scatter((shape[0] // ranks, *shape[1:]), dtype)
-    rows = math.prod(shape[:-1]) // ranks
-    made = a.new_empty((ranks, rows, shape[-1]), dtype=dtype)
-    for to in (*exchange.others, exchange.rank):
-        own = to == exchange.rank
-        target = pending.parts[to].view(rows, shape[-1]) if own else made[to]
-        part = a[to * rows : (to + 1) * rows]
+    pending, slot = exchange.scatter((shape[0] // ranks, *shape[1:]), dtype)
+    rows, flat = math.prod(shape[:-1]) // ranks, len(shape) == 2
+    made = a.new_empty((ranks - 1, *pending.shape), dtype=dtype).unbind()
+    summands = dict(zip(exchange.others, made, strict=True)) | {exchange.rank: pending.of[exchange.rank]}
+    for to, summand in summands.items():
+        target, part = summand if flat else summand.view(rows, shape[-1]), a[to * rows : (to + 1) * rows]
         if part.shape[0] < rows:
             target[part.shape[0] :].zero_()
+            target = target[: part.shape[0]]
         if part.shape[0]:
-            _product(part, right, to * rows, target[: part.shape[0]])
-        if not own:
-            exchange.send(pending, slots, to, made[to].view(pending.parts.shape[1:]))
+            _product(part, right, to * rows, target)
+        if to != exchange.rank:
+            exchange.send(pending, slot, {to: summand})
     return pending
 
 
