@@ -15,6 +15,7 @@ from megafx.analysis.communication import STARTS, is_start, is_wait
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
+from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.offload import is_on_host
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
@@ -27,7 +28,7 @@ from megafx.planner.cost import (
     op_bytes,
     op_flops,
 )
-from megafx.planner.hardware import Hardware
+from megafx.planner.hardware import FLOAT8, Hardware
 from megafx.planner.times import attention_seconds, library_seconds, product_seconds
 
 aten = torch.ops.aten
@@ -58,7 +59,9 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     factor = next((v for v in operands if v.is_floating_point()), results[0])
     dtype, kind, made = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32"), cost_kind(name), results[0]
     terms = _terms(program, node, name, operands) if kind in (MATMUL, ATTENTION) else 0
-    if kind == MATMUL and made.ndim and facts_of(node.target).terms is None:
+    if node.target is scaled_mm:
+        dtype, factor = FLOAT8, operands[0]
+    if kind == MATMUL and made.ndim and (facts_of(node.target).terms is None or dtype == FLOAT8):
         n = max(_workload(program, made.shape[-1]), 1)
         return product_seconds(program.sizes.numel(made) / n, n, terms, dtype, factor.element_size(), hardware)
     flops = op_flops(name, program.sizes.numel(made), terms)

@@ -50,6 +50,7 @@ from megafx.passes.lower.compile_chains import compile_chains
 from megafx.passes.lower.fuse_maxima import fuse_maxima
 from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.overlap_products import overlap_products
+from megafx.passes.lower.pair_casts import pair_casts
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
@@ -152,6 +153,7 @@ RANK: tuple[PassFunction, ...] = (
     partition,
     schedule_offload,
     regather,
+    pair_casts,
     overlap_products,
     fuse_maxima,
     write_padded_rows,

@@ -98,6 +98,18 @@ def test_pads_take_no_part_in_the_largest():
         assert ops.fp8_amax(x[:1], -1, 0, [1, 2, 1], "tp").item() == 0.0
 
 
+def test_both_orientations_are_two_casts():
+    """With pads: of the rows that a rank has, the last is one, and takes no part in what columns have."""
+    x = torch.randn(3, 6)
+    with on_mesh({"tp": AxisContext(1, 2)}):
+        rows, columns = ops.fp8_amax_both(x, 0, [1, 5, 1], "tp")
+        assert torch.equal(rows, ops.fp8_amax(x, 0, *WHOLE)) and torch.equal(columns, x[:2].abs().amax(0))
+    q, qt, scale, column_scale = ops.fp8_quantize_both(x, rows, columns, "e4m3", False)
+    assert torch.equal(q, ops.fp8_quantize(x, rows, 0, "e4m3", False, True, False)[0])
+    assert torch.equal(qt, ops.fp8_quantize(x, columns, 1, "e4m3", False, False, True)[1])
+    assert scale.shape == (3,) and column_scale.shape == (6,)
+
+
 def test_refusals():
     x = torch.randn(3, 4)
     q, _, s = cast(x)
@@ -140,6 +152,15 @@ def triton_checks():
                             close(found, wanted, format)
                         else:
                             assert torch.equal(found, wanted), (dtype, shape, kept, format, power)
+            both = kernels.amax_both(x, *WHOLE)
+            for found, wanted in zip(both, plain.amax_both_reference(x, *WHOLE), strict=True):
+                assert torch.equal(found, wanted), (dtype, shape)
+            on_cpu = plain.quantize_both_reference(x.cpu(), *(v.cpu() for v in both), "e5m2", False)
+            for found, wanted in zip(kernels.quantize_both(x, *both, "e5m2", False), on_cpu, strict=True):
+                if wanted.dtype == torch.uint8:
+                    close(found.cpu(), wanted, "e5m2")
+                else:
+                    assert torch.equal(found.cpu(), wanted), (dtype, shape)
         q = plain.quantize_reference(x, plain.amax_reference(x, -1, *WHOLE), -1, "e4m3", False, True, False)[0]
         assert torch.equal(kernels.transposed(q), q.t())
     x = torch.randn(70, 130).to(DEVICE)

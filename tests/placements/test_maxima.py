@@ -26,7 +26,7 @@ from megafx.rules.inference import infer
 from megafx.testing import graph, make_planner, transition
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
-OPS = ("fp8_amax", "fp8_quantize", "fp8_transposed", "scaled_mm")
+OPS = ("fp8_amax", "fp8_amax_both", "fp8_quantize", "fp8_quantize_both", "fp8_transposed", "scaled_mm")
 
 
 def test_the_type() -> None:

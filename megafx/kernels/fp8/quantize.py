@@ -139,6 +139,50 @@ quantize = define_op(
     fake=_quantize_fake,
 )
 
+# -- both: of each row and of each column, in one pass over x
+
+
+def amax_both_reference(x: Tensor, cut: int, layout: Sequence[int], axis: str) -> tuple[Tensor, Tensor]:
+    """cut, layout, axis: of the largest of each column, as above; rows have no pads, or zeros."""
+    return amax_reference(x, 0, -1, [], axis), amax_reference(x, 1, cut, layout, axis)
+
+
+amax_both = define_op(
+    "fp8_amax_both(Tensor x, int cut, SymInt[] layout, str axis) -> (Tensor rows, Tensor columns)",
+    rule="max: m k -> m; k",
+    samples=[(real(4, 6), -1, [], "tp")],
+    reference=amax_both_reference,
+    triton="fp8.quantize_triton:amax_both",
+    ends=True,
+    fake=lambda x, cut, layout, axis: tuple(x.new_empty(n, dtype=wide(x.dtype)) for n in x.shape),
+)
+
+
+def quantize_both_reference(
+    x: Tensor, rows: Tensor, columns: Tensor, format: str, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q by the scales of rows, qt [k, m] by those of columns, and these."""
+    q, _, scale = quantize_reference(x, rows, 0, format, power_of_two, True, False)
+    _, qt, column_scale = quantize_reference(x, columns, 1, format, power_of_two, False, True)
+    return q, qt, scale, column_scale
+
+
+def _both_fake(x: Tensor, rows: Tensor, columns: Tensor, format: str, power_of_two: bool) -> tuple[Tensor, ...]:
+    q, qt, scale = _quantize_fake(x, rows, 0, format, power_of_two, True, True)
+    return q, qt, scale, columns.new_empty(columns.shape)
+
+
+quantize_both = define_op(
+    "fp8_quantize_both(Tensor x, Tensor rows, Tensor columns, str format, bool power_of_two)"
+    " -> (Tensor q, Tensor qt, Tensor scale, Tensor column_scale)",
+    rule=RuleText("nl: m k, ~m, ~k -> m k; k m; m; k", reads={2: (1,), 3: (2,)}),
+    samples=[(real(4, 6), _LARGEST((4,)), _LARGEST((6,)), "e4m3", False)],
+    reference=quantize_both_reference,
+    triton="fp8.quantize_triton:quantize_both",
+    ends=True,
+    fake=_both_fake,
+)
+
 # -- transposed
 
 transposed = define_op(

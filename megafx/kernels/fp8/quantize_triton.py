@@ -60,13 +60,18 @@ def _largest_of_rows(
 def _largest_of_columns(
     x,  # [rows, columns] IN
     partial,  # [parts, columns] int32 OUT
-    rows, columns, stride, each, R: tl.constexpr, C: tl.constexpr,
+    of_rows,  # [grid 0, rows] int32 OUT; written if BOTH
+    rows, columns, stride, each, BOTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
     first = tl.program_id(1) * each
     found = tl.zeros([R, C], tl.int32)
     for start in tl.range(first, tl.minimum(first + each, rows), R):
-        found = tl.maximum(found, _bits(x, start + tl.arange(0, R)[:, None], column, rows, columns, stride))
+        bits = _bits(x, start + tl.arange(0, R)[:, None], column, rows, columns, stride)
+        found = tl.maximum(found, bits)
+        if BOTH:
+            row = start + tl.arange(0, R)
+            tl.store(of_rows + tl.program_id(0).to(tl.int64) * rows + row, tl.max(bits, axis=1), mask=row < rows)
     at = tl.program_id(0) * C + tl.arange(0, C)
     tl.store(partial + tl.program_id(1).to(tl.int64) * columns + at, tl.max(found, axis=0), mask=at < columns)
 
@@ -89,13 +94,7 @@ def _amax(x: Tensor, kept: int) -> Tensor:
     if kept == 0:  # one program has all of a row: what it finds needs no joining
         launch(_largest_of_rows, (cdiv(rows, 4),), x, x, out, *where, R=4, C=1024, num_warps=8)
     elif kept == 1:
-        width = cdiv(columns, COLUMNS)
-        parts = min(max(1, cdiv(4 * multiprocessors(x.device), width)), cdiv(rows, ROWS))
-        each = cdiv(cdiv(rows, parts), ROWS) * ROWS
-        parts = cdiv(rows, each)
-        partial = torch.empty((parts, columns), dtype=torch.int32, device=x.device)
-        launch(_largest_of_columns, (width, parts), x, x, partial, *where, each, R=ROWS, C=COLUMNS, num_warps=8)
-        join(partial, out)
+        _columns(x, out, None)
     else:
         across = cdiv(columns, COLUMNS)
         tiles = cdiv(rows, ROWS) * across
@@ -106,16 +105,66 @@ def _amax(x: Tensor, kept: int) -> Tensor:
     return out
 
 
+def _columns(x: Tensor, out: Tensor, of_rows: Tensor | None) -> None:
+    """Fills out [columns], and of_rows [rows] if given."""
+    rows, columns = x.shape
+    width = cdiv(columns, COLUMNS)
+    parts = min(max(1, cdiv(4 * multiprocessors(x.device), width)), cdiv(rows, ROWS))
+    each = cdiv(cdiv(rows, parts), ROWS) * ROWS
+    parts = cdiv(rows, each)
+    partial = torch.empty((parts, columns), dtype=torch.int32, device=x.device)
+    across = partial if of_rows is None else torch.empty((width, rows), dtype=torch.int32, device=x.device)
+    launch(
+        _largest_of_columns, (width, parts), x, x, partial, across, rows, columns, x.stride(0), each,
+        BOTH=of_rows is not None, R=ROWS, C=COLUMNS, num_warps=8,
+    )  # fmt: skip
+    join(partial, out)
+    if of_rows is not None:
+        join(across, of_rows)
+
+
+def amax_both(x: Tensor, cut: int, layout: Sequence[int], axis: str) -> tuple[Tensor, Tensor]:
+    if not x.numel() or sum(part.numel() for part in real_parts(x, cut, layout, axis)) < x.numel():
+        return amax(x, 0, -1, [], axis), amax(x, 1, cut, layout, axis)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    of_rows, of_columns = (torch.empty((n,), dtype=torch.float32, device=x.device) for n in x.shape)
+    _columns(x, of_columns, of_rows)
+    return of_rows, of_columns
+
+
 # -- casts
+
+
+@triton.jit
+def _scale(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
+    """amax -> s and 1 / s."""
+    s = tl.div_rn(tl.where(found < LEAST, LEAST, found), tl.full(found.shape, TOP, tl.float32))
+    if POWER:  # the mantissa rounded up into the exponent
+        bits = s.to(tl.int32, bitcast=True)
+        above = (bits & 0x7F800000) + tl.where((bits & 0x007FFFFF) != 0, 0x00800000, 0)
+        s = tl.where(bits >= 0x7F800000, s, above.to(tl.float32, bitcast=True))
+    s = tl.where(found == 0.0, 1.0, s)
+    return s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+
+
+@triton.jit
+def _byte(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr):
+    value = tl.where(value > TOP, TOP, tl.where(value < -TOP, -TOP, value))  # a NaN stays
+    if WIDE_RANGE:
+        return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def _quantize(
     x,  # [rows, columns] IN
     largest,  # [], [rows] or [columns] fp32 IN
+    largest_columns,  # [columns] fp32 IN; read if KEPT is 2
     q,  # [rows, columns] uint8 OUT
     qt,  # [columns, rows] uint8 OUT
     scale,  # as largest OUT
+    scale_columns,  # [columns] fp32 OUT; written if KEPT is 2
     rows, columns, stride,
     TOP: tl.constexpr, LEAST: tl.constexpr, KEPT: tl.constexpr, WIDE_RANGE: tl.constexpr, POWER: tl.constexpr,
     PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -124,41 +173,33 @@ def _quantize(
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if KEPT == 0:
-        found = tl.load(largest + row, mask=row < rows, other=0.0)
-    elif KEPT == 1:
-        found = tl.load(largest + column, mask=column < columns, other=0.0)
-    else:
-        found = tl.load(largest + tl.zeros([1], tl.int32))
-    s = tl.div_rn(tl.where(found < LEAST, LEAST, found), tl.full(found.shape, TOP, tl.float32))
-    if POWER:  # the mantissa rounded up into the exponent
-        bits = s.to(tl.int32, bitcast=True)
-        above = (bits & 0x7F800000) + tl.where((bits & 0x007FFFFF) != 0, 0x00800000, 0)
-        s = tl.where(bits >= 0x7F800000, s, above.to(tl.float32, bitcast=True))
-    s = tl.where(found == 0.0, 1.0, s)
-    inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
-    if KEPT == 0:
+    if KEPT == 0 or KEPT == 2:
+        s, inverse = _scale(tl.load(largest + row, mask=row < rows, other=0.0), TOP, LEAST, POWER)
         if tl.program_id(1) == 0:
             tl.store(scale + row, s, mask=row < rows)
-        value = value * inverse[:, None]
-    elif KEPT == 1:
-        if tl.program_id(0) == 0:
-            tl.store(scale + column, s, mask=column < columns)
-        value = value * inverse[None, :]
+        byte = _byte(value * inverse[:, None], TOP, WIDE_RANGE)
+        turned_byte = byte
+        if KEPT == 2:  # the transpose has scales of its own
+            s, inverse = _scale(tl.load(largest_columns + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
+            if tl.program_id(0) == 0:
+                tl.store(scale_columns + column, s, mask=column < columns)
+            turned_byte = _byte(value * inverse[None, :], TOP, WIDE_RANGE)
     else:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale + tl.zeros([1], tl.int32), s)
-        value = value * inverse[None, :]
-    value = tl.where(value > TOP, TOP, tl.where(value < -TOP, -TOP, value))  # a NaN stays
-    if WIDE_RANGE:
-        byte = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        if KEPT == 1:
+            s, inverse = _scale(tl.load(largest + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
+            if tl.program_id(0) == 0:
+                tl.store(scale + column, s, mask=column < columns)
+        else:
+            s, inverse = _scale(tl.load(largest + tl.zeros([1], tl.int32)), TOP, LEAST, POWER)
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(scale + tl.zeros([1], tl.int32), s)
+        byte = _byte(value * inverse[None, :], TOP, WIDE_RANGE)
+        turned_byte = byte
     if PLAIN:
         tl.store(q + row.to(tl.int64)[:, None] * columns + column[None, :], byte, mask=inside)
     if TRANSPOSED:
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(qt + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(byte), mask=turned)
+        tl.store(qt + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(turned_byte), mask=turned)
 
 
 def quantize(
@@ -168,18 +209,43 @@ def quantize(
         # Triton 3.6 writes wrong transposes of what it loads as fp32 where 16 divides the columns (H100, 2026-11-26).
         q, _, scale = quantize(x, largest, kept, format, power_of_two, True, False)
         return (q if plain else q.new_empty((0, 0))), _turned(q), scale
+    q, qt, scale, _ = _cast(x, largest, None, kept, format, power_of_two, plain, transposed)
+    return q, qt, scale
+
+
+def quantize_both(
+    x: Tensor, rows: Tensor, columns: Tensor, format: str, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if x.dtype == torch.float32:  # as above
+        q, _, scale = quantize(x, rows, 0, format, power_of_two, True, False)
+        _, qt, scale_columns = quantize(x, columns, 1, format, power_of_two, False, True)
+        return q, qt, scale, scale_columns
+    return _cast(x, rows, columns, 2, format, power_of_two, True, True)
+
+
+def _cast(
+    x: Tensor, largest: Tensor, largest_columns: Tensor | None, kept: int, format: str, power_of_two: bool, plain: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> q, qt, scale, scale of columns."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     q = torch.empty((rows, columns) if plain else (0, 0), dtype=torch.uint8, device=x.device)
     qt = torch.empty((columns, rows) if transposed else (0, 0), dtype=torch.uint8, device=x.device)
     scale = torch.empty(largest.shape, dtype=torch.float32, device=x.device)
+    second, scale_columns = largest, scale
+    if largest_columns is not None:
+        second, scale_columns = (
+            largest_columns.contiguous(),
+            torch.empty((columns,), dtype=torch.float32, device=x.device),
+        )
     launch(
         _quantize, (max(1, cdiv(rows, ROWS)), max(1, cdiv(columns, COLUMNS))), x,
-        x, largest.contiguous(), q, qt, scale, rows, columns, x.stride(0),
+        x, largest.contiguous(), second, q, qt, scale, scale_columns, rows, columns, x.stride(0),
         TOP=TOP[format], LEAST=LEAST, KEPT=kept, WIDE_RANGE=format == "e5m2", POWER=power_of_two, PLAIN=plain,
         TRANSPOSED=transposed, R=ROWS, C=COLUMNS, num_warps=8,
     )  # fmt: skip
-    return q, qt, scale
+    return q, qt, scale, scale_columns
 
 
 @triton.jit

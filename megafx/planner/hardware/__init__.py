@@ -17,13 +17,17 @@ import yaml
 from megafx.errors import ConfigError
 
 PROFILES = Path(__file__).parent
+FLOAT8 = "float8"  # dtype name of e4m3 and e5m2
+FP8_GAIN = (
+    1.8  # of products of FP8 over bfloat16's; measured: H100, Llama-8B's shapes, 1.6 to 1.9 (RESULTS.md), 2026-11-26
+)
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One rank's device and its link to the others of the tensor-parallel axis.
 
-    flops_per_second         large matmul, by dtype name ('bfloat16', 'float16', 'float32', 'float64')
+    flops_per_second         large matmul, by dtype name ('bfloat16', 'float16', 'float32', 'float64', 'float8')
     memory_bytes_per_second  device memory, read plus written
     link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
     alpha_seconds            time of a collective on a tiny tensor, launch included
@@ -105,7 +109,10 @@ class Hardware:
         return ConfigError(f"hardware profile '{self.name}': {name} is {value!r}", fix=f"write {want}")
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s of a matmul in this dtype; a dtype that the profile does not list runs at the slowest listed rate."""
+        """FLOP/s of a matmul in this dtype; a dtype that the profile does not list runs at the slowest listed rate, FP8 at
+        FP8_GAIN times that of bfloat16."""
+        if dtype == FLOAT8 and dtype not in self.flops_per_second:
+            return FP8_GAIN * self.flops("bfloat16")
         return self.flops_per_second.get(dtype, min(self.flops_per_second.values()))
 
     @staticmethod

@@ -4,6 +4,7 @@ number of ranks."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.analysis.communication import collective_nodes
+from megafx.analysis.prices import seconds
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.simulate import run_logical
 from megafx.config import Config
@@ -29,6 +31,8 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import I, Layout, Placement, R, S
+from megafx.planner.hardware import FLOAT8, FP8_GAIN, Hardware
+from megafx.planner.times import product_rate
 from megafx.testing import make_planner
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -319,6 +323,17 @@ def test_no_more_is_kept_for_backward_than_without(recipe: str) -> None:
         model(*batch(64)).backward()
         saved.append(megafx.explain(model).memory("adamw").saved)
     assert saved[1] <= saved[0]
+
+
+def test_products_are_priced_by_the_rate_of_fp8() -> None:
+    program, _, _ = linear(1)
+    hardware = replace(Hardware.load("h100-nvlink"), memory_bytes_per_second=1e30, kernel_seconds=0.0)
+    node = next(n for n in program.graph.nodes if n.target is mfx.scaled_mm.default)
+    flops = 2.0 * 6 * 4 * 8
+    assert seconds(program, node, hardware, 1) == pytest.approx(flops / product_rate(6, 4, 8, FLOAT8, hardware))
+    assert product_rate(6, 4, 8, FLOAT8, hardware) == pytest.approx(
+        FP8_GAIN * product_rate(6, 4, 8, "bfloat16", hardware)
+    )
 
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
