@@ -203,7 +203,7 @@ def verify(
     one row more, other numbers and tensors that forward reads from attributes and globals, and in the other mode; outputs
     beside a loss, and what forward leaves behind, are compared too. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and otherwise names the node at which the runs first differ.
-    types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
+    types: check only the types of the graph's values, axis by axis; nothing is computed, and the model may be on the meta device.
     on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
     mesh: sizes of the axes of simulated ranks, {"dp": 2, "tp": 2}, in place of the config's: data-parallel ranks have parts of
@@ -216,7 +216,7 @@ def verify(
         if on_ranks:
             raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
     if types:
-        return types_of_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True))
+        return types_of_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True), data)
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True)
     return verify_on_ranks(call, tolerance) if on_ranks else verify_call(call, tolerance, data)
 

@@ -445,12 +445,12 @@ def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dic
     return named
 
 
-def types_of_call(call: ExampleCall) -> Verdict:
-    """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
+def types_of_call(call: ExampleCall, data: DataAxis | None = None) -> Verdict:
+    """Check the types of the joint graph alone, once for each axis: no numbers, so the model may be on the meta device."""
     program, verdict = call.program(_ranks(call)), Verdict(_ranks(call), "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, _planner(call, _ranks(call), call.config))
+            compile_program(program, _planner(call, _ranks(call), call.config, data))
     except PlacementError as error:
         verdict.refused = error
     return verdict

@@ -151,7 +151,7 @@ class Trial:
         for ins in itertools.product(*options):
             if all(p in (R, I) for p in ins) or not any(self.specs[i].kind == "x" for i in self.operands):
                 continue
-            for out in (R, P, *results, *((M,) if self.rule.template.maximum else ())):
+            for out in (R, P, *results, *((M,) if self.rule.template.reduces == "M" else ())):
                 yield ins, (out,)
 
     # -- truth

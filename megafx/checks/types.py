@@ -26,11 +26,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from megafx.checks.simulate import rows_dim
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program, tensors_of
+from megafx.placements.data_axis import BATCH_AXIS, TENSOR_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
@@ -47,18 +49,35 @@ class HasParams(Protocol):
     params: dict[str, Placement]
 
 
-def check_types(program: Program, storage: Mapping[str, Placement] | HasParams, t: int) -> None:
+def check_types(
+    program: Program, storage: Mapping[str, Placement] | HasParams, t: int, axis: str = TENSOR_AXIS
+) -> None:
     """Raise PlacementError at the first value whose placement is not the one that its user, or an output, expects.
 
-    storage: placement of each parameter by FQN, or a Plan. t: ranks of the axis.
+    storage: placement of each parameter by FQN, or a Plan. t: ranks of the axis. On an outer axis, whose ranks have parts of
+    the inputs (`Program.batch`), other inputs may be in storage too; gradients are those before they are reduced.
     """
     params = storage if isinstance(storage, Mapping) else storage.params
-    _Checker(program, params, t).run()
+    _Checker(program, params, t, axis).run()
+
+
+def check_batch_types(program: Program) -> None:
+    """`check_types` on the axis of the batch, of a program whose values `place_axes` has typed."""
+    batch, sizes = program.batch, program.sizes
+    if batch is None or not batch.whole:
+        return
+    parts = {}
+    for node, spec in program.input_nodes():
+        dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+        if dim is not None:
+            parts[spec.name] = S(dim, Layout.contiguous(batch.ranks * sizes.of(node.meta[VAL].shape[dim]), batch.ranks))
+    check_types(program, parts, batch.ranks, BATCH_AXIS)
 
 
 class _Checker:
-    def __init__(self, program: Program, storage: Mapping[str, Placement], t: int) -> None:
-        self.program, self.storage, self.t = program, storage, t
+    def __init__(self, program: Program, storage: Mapping[str, Placement], t: int, axis: str) -> None:
+        self.program, self.storage, self.t, self.axis = program, storage, t, axis
+        self.inner = axis == TENSOR_AXIS
         self.facts: dict[fx.Node, Facts] = {}
         self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
@@ -76,14 +95,23 @@ class _Checker:
     # -- ends of the graph
 
     def _claimed_input(self, spec: Any) -> Placement:
-        if spec.kind == "param":
+        if spec.kind == "param" or spec.name in self.storage:
             return _value(self.storage.get(spec.name, R))
         if spec.kind == "tangent":
             results: Any = self.program.output_node().args[0]
+            if not self.inner:
+                return dual(self._leaves(spec.name))
             for output, node in zip(self.program.outputs, results, strict=True):
                 if output.name == spec.name and output.kind != "gradient" and isinstance(node, fx.Node):
                     return _value(dual(node.meta.get(PLACEMENT, I)))
         return R
+
+    def _leaves(self, name: str) -> Placement:
+        """How an output leaves on an outer axis."""
+        batch = self.program.batch
+        assert batch is not None
+        outputs = [spec.name for spec in self.program.outputs if spec.kind != "gradient"]
+        return batch.outputs[outputs.index(name)]
 
     def _check_outputs(self) -> None:
         inputs = {spec.name: spec for spec in self.program.inputs if spec.kind != "tangent"}
@@ -93,6 +121,9 @@ class _Checker:
                 continue
             if spec.kind == "gradient":
                 what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
+                wanted = wanted if self.inner else dual(wanted)
+            elif not self.inner:
+                what, wanted = f"output '{spec.name}'", self._leaves(spec.name)
             else:
                 what = "loss" if spec.loss else f"output '{spec.name}'"
                 wanted = R if spec.loss else _value(node.meta.get(PLACEMENT, R))
@@ -125,7 +156,7 @@ class _Checker:
         if strange is not None:
             self._stack(node, strange)
             return
-        types = facts_of(node.target).types
+        types = facts_of(node.target).types if self.inner else ""
         if "stats" in types:
             operands = _operands(node)
             _check_gathered(self, node, operands)
@@ -158,7 +189,7 @@ class _Checker:
         Constant along a dim, it is a shard of it by any layout: also by that which the node is marked with. So are local
         copies of one element (an expand to [.., 1, ..] on each rank); the gradients of such copies are summands.
         """
-        marked: Any = node.meta.get(PLACEMENT)
+        marked: Any = node.meta.get(PLACEMENT) if self.inner else None
         shape = self.program.sizes.shape(node.meta[VAL])
         asked = marked is not None and marked.is_shard and R in facts and marked not in facts
         if asked and is_uniform(node, marked.dim, self.program.sizes, marked.cut):
@@ -176,7 +207,7 @@ class _Checker:
         refusal: PlacementError | None = None
         for reading in itertools.islice(itertools.product(*(self.facts[a] for a in tensors)), MAX_READINGS):
             try:
-                result = infer(node, dict(zip(tensors, reading, strict=True)), self.t, self.program.sizes)
+                result = infer(node, dict(zip(tensors, reading, strict=True)), self.t, self.program.sizes, self.axis)
             except PlacementError as error:
                 refusal = error
                 continue
@@ -229,7 +260,7 @@ def _check_embedding(checker: _Checker, node: fx.Node) -> None:
 
 
 def _check_transition(checker: _Checker, node: fx.Node) -> None:
-    if is_transition(node) and node.args[6] != checker.t:
+    if is_transition(node, checker.axis) and node.args[6] != checker.t:
         raise fail(node, f"is for {node.args[6]} ranks, the axis has {checker.t}")
 
 
@@ -326,6 +357,11 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _declared(checker: _Checker, node: fx.Node) -> Placement:
     """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
+    if not checker.inner:
+        shape = checker.program.sizes.shape(node.all_input_nodes[0].meta[VAL])
+        dim = next(d for d, n in enumerate((*shape, 0)) if n != 1)
+        cut = Layout.contiguous(checker.t * shape[dim], checker.t) if dim < len(shape) else None
+        return S(dim, cut) if cut is not None and given.axis.startswith(f"{checker.axis}+") else R
     dim, flat = int(given.shard_dim), given.layout
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 

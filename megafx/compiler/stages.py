@@ -87,6 +87,8 @@ def describe_plan(program: Program, planner: Planner) -> int:
 
 def check_types(program: Program, planner: Planner) -> int:
     """Derive the placement of every value of the joint graph from its operands, and compare with what is promised."""
+    if current().check:
+        types.check_batch_types(program)
     if planner.t == 1:
         return 0  # all placements mean the same
     try:

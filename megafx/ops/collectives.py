@@ -148,7 +148,7 @@ torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fa
     lambda a, b, rows: a.new_empty([rows, b.shape[1]])
 )
 
-declare("megafx.rank0_only.default", types="R -> P")
+declare("megafx.rank0_only.default", types="R -> P", outer="lin: ... -> ...")
 
 
 def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:

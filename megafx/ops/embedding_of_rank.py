@@ -59,14 +59,14 @@ def _without(call: Call, x: Any, other: Any) -> Any:
     return call(aten.where.self, call(aten.unsqueeze.default, other, -1), nothing, x)
 
 
-def _define(name: str, compute: Callable[..., Any], types: str, fake: Callable[..., Tensor]) -> Any:
+def _define(name: str, compute: Callable[..., Any], types: str, outer: str, fake: Callable[..., Tensor]) -> Any:
     """megafx::name(x, ids, padding_idx, layout, axis, t)."""
 
     def run(x: Tensor, ids: Tensor, padding_idx: int, layout: Sequence[int], axis: str, t: int) -> Tensor:
         made: Tensor = compute(_call, x, ids, padding_idx, Layout.from_flat(layout), axis_rank(axis), t)
         return made
 
-    declare(f"megafx.{name}.default", types=types)
+    declare(f"megafx.{name}.default", types=types, outer=outer)
     made = torch.library.custom_op(f"megafx::{name}", run, mutates_args=())
     made.register_fake(fake)
     return made
@@ -86,10 +86,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _define(
-    "embedding_of_rank", look_up, "S0, R -> P", lambda weight, ids, *_: weight.new_empty([*ids.shape, weight.shape[1]])
-).register_autograd(_backward, setup_context=_save)
+    "embedding_of_rank", look_up, "S0, R -> P", "lin[0]: v! d, ~... -> ... d",
+    lambda weight, ids, *_: weight.new_empty([*ids.shape, weight.shape[1]]),
+).register_autograd(_backward, setup_context=_save)  # fmt: skip
 _define(
-    "embedding_of_rank_gradient", give_back, "R, R -> S0",
+    "embedding_of_rank_gradient", give_back, "R, R -> S0", "lin[0]: ... d, ~... -> v! d",
     lambda grad, ids, padding_idx, layout, axis, t: grad.new_empty(
         [Layout.from_flat(layout).local_size(t), grad.shape[-1]]
     ),

@@ -34,7 +34,7 @@ Arguments = tuple[Any, ...]
 
 def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
     """megafx::name(x, owner, axis, size). compute(x, whether this rank is the owner); gradient: the op of its backward."""
-    declare(f"megafx.{name}.default", types=types, cost=FREE)
+    declare(f"megafx.{name}.default", types=types, outer="lin: ... -> ...", cost=FREE)
 
     def run(x: Tensor, owner: int, axis: str, size: int) -> Tensor:
         return compute(x, size == 1 or axis_rank(axis) == owner)

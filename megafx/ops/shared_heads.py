@@ -80,7 +80,7 @@ def _define(name: str, compute: Callable[..., Any], types: str, size: Callable[[
     def fake(x: Tensor, repeats: int, layout: Sequence[int], axis: str, t: int) -> Tensor:
         return x.new_empty([*x.shape[:-3], size(Layout.from_flat(layout), repeats, t), *x.shape[-2:]])
 
-    declare(f"megafx.{name}.default", types=types)
+    declare(f"megafx.{name}.default", types=types, outer="lin: ... h! s d -> ... g! s d")
     made = torch.library.custom_op(f"megafx::{name}", run, mutates_args=())
     made.register_fake(fake)
     return made

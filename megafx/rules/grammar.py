@@ -3,7 +3,7 @@
     aten.linear:   "lin: ... k, n k, +n -> ... n"
     kv attention:  "nl[2]: b (n g) t e!, b n s! e!, b n s! f -> b (n g) t f"
 
-    rule     = (("lin" | "nl") ["[" i {"," i} "]"] | "max") ":" operand {"," operand} "->" result {";" result}
+    rule     = (("lin" | "nl") ["[" i {"," i} "]"] | "max" | "sum") ":" operand {"," operand} "->" result {";" result}
     operand  = ["+" | "~"] dims | "*"
     result   = ["~"] dims | "*"
     dims     = {name | "..." | "1" | "(" name name {name} ")"} , each optionally followed by "!"
@@ -23,6 +23,7 @@ One operand a tensor argument of the op, in schema order; those that a call leav
 lin: the op is linear in each unmarked operand (together with all '+'); nl: in none; lin[i], nl[i]: in operand i alone.
 A factor that is missing from a result is summed over: sharding it gives P, where the op is linear in an operand that has it.
 max: linear in none, and the largest over each factor that is missing from a result: sharding it gives M.
+sum: linear in none, and a sum over each factor that is missing from a result: sharding it without padding gives P.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megafx.errors import MegafxError
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\([^()]*\)|[A-Za-z]\w*|1)(!?)")
 _NAME = re.compile(r"[A-Za-z]\w*")
-_KIND = re.compile(r"(max|(lin|nl)(?:\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])?)$")
+_KIND = re.compile(r"(max|sum|(lin|nl)(?:\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])?)$")
 
 
 class RuleError(MegafxError, ValueError):
@@ -74,13 +75,14 @@ class Factors:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. groups: operands that may be partial together while all others are replicated. maximum: it is a 'max:'."""
+    """A parsed rule. groups: operands that may be partial together while all others are replicated. reduces: the
+    placement of a result from which a sharded factor is missing: 'M' of 'max:', 'P' of 'sum:'."""
 
     text: str
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
     groups: tuple[tuple[int, ...], ...]
-    maximum: bool = False
+    reduces: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def parse(text: str) -> Rule:
     kind = _KIND.match(head.strip())
     if not colon or kind is None:
         raise RuleError(
-            f"rule '{text}' starts with '{head.strip()}'", fix="start with 'lin:', 'nl:', 'nl[i]:', or 'max:'"
+            f"rule '{text}' starts with '{head.strip()}'", fix="start with 'lin:', 'nl:', 'nl[i]:', 'max:' or 'sum:'"
         )
     left, arrow, right = body.partition("->")
     if not arrow:
@@ -130,9 +132,9 @@ def parse(text: str) -> Rule:
                 fix = "number the operands from 0, and name an unmarked one"
                 raise RuleError(f"rule '{text}' is linear in operand {i}, which is {found}", fix=fix)
     groups: tuple[tuple[int, ...], ...] = tuple((i, *adds) for i in plain) or ((adds,) if adds else ())
-    if kind[1] in ("nl", "max"):
+    if kind[1] in ("nl", "max", "sum"):
         groups = ()
-    return Rule(text, operands, results, groups, kind[1] == "max")
+    return Rule(text, operands, results, groups, {"max": "M", "sum": "P"}.get(kind[1], ""))
 
 
 def _factors(text: str, rule: str) -> Factors:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
-from megafx.ir.contracts import is_transition
+from megafx.ir.contracts import TRANSITION, is_transition
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, is_draw, is_zero, op_name
 from megafx.ir.program import PLACEMENT, VAL, fqn_of, source_of
@@ -50,8 +50,12 @@ def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes, axis: str = TENSOR_
     reader = _Inference(node, facts, t, sizes)
     if is_transition(node, axis):
         return _transition(reader)
-    types = facts_of(node.target).types
-    return _by_types(reader, types) if types else reader.generic()
+    if str(node.target) == TRANSITION:
+        return _of_another_axis(reader)
+    facts_of_op = facts_of(node.target)
+    if facts_of_op.types and axis == TENSOR_AXIS:
+        return _by_types(reader, facts_of_op.types)
+    return reader.generic(facts_of_op.outer)
 
 
 class _Inference:
@@ -81,7 +85,8 @@ class _Inference:
             return placements[0]
         return placements if len(placements) == len(value) else placements[:1] * len(value)
 
-    def generic(self) -> Result:
+    def generic(self, own: str | None = None) -> Result:
+        """own: a rule to use in place of the op's."""
         if all(p == R for p in self.given):
             return self.results(R)
         if M in self.given:
@@ -89,7 +94,7 @@ class _Inference:
                 "each rank has the largest of its part alone", "a reduction M -> R is missing before this op"
             )
         cuts = {n: self.fact(n).dim for n in self.node.all_input_nodes if _is_tensor(n) and self.fact(n).is_shard}
-        template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts)
+        template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts, own)
         if template.kind == "none":
             raise self.error(template.reason, "register a rule for the op (megafx.register_rule), or replicate it")
         nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
@@ -210,7 +215,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     """
     if node.op != "call_function" or not _is_tensor(node) or is_draw(node):
         return False
-    template, tensors = template_of_node(node, sizes, set(node.all_input_nodes))
+    template, tensors = template_of_node(node, sizes, set(node.all_input_nodes), own=facts_of(node.target).outer)
     if template.kind == "none" or template.several:
         return not tensors and op_name(node) in {*FILLS, *FILLS_BY_ARGUMENT, "ones"}
     nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
@@ -230,8 +235,11 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
 
 
 def _cut_dims(merged: Sequence[int], shape: Shape, cut: Layout | None) -> list[int]:
-    """Of dims that a view merges, those that a cut of the merged dim runs through: not the ones that it repeats over."""
+    """Of dims that a view merges, those that a cut of the merged dim runs through: not the ones that it repeats over, nor
+    those of which a rank, whose shape this is, has all in one range."""
     dims = [d for d in merged if shape[d] != 1]
+    if cut is not None and cut.simple():
+        return dims[:1]
     repeats = 1
     while dims and cut is not None and repeats < cut.rep:
         repeats *= shape[dims[0]]
@@ -258,6 +266,17 @@ def _transition(at: _Inference) -> Placement:
     if src != dst and (src.kind, dst.kind) not in TRANSITIONS:
         raise at.error(f"{src} -> {dst} is no transition")
     return R if dst.kind == "I" else dst
+
+
+def _of_another_axis(at: _Inference) -> Placement:
+    """Ranks of an outer axis that hold one part after the other do so however inner axes move what is within a part."""
+    fact = at.given[0]
+    moved = {Placement.parse(str(tag), (1,)).dim for tag in at.node.args[1:3]}
+    if fact.is_shard and fact.dim in moved:
+        if not fact.cut.contiguous_shards(at.t):
+            raise at.error(f"dim {fact.dim} is moved on axis '{at.node.args[5]}'")
+        return S(fact.dim, Layout.contiguous(at.t * at.shape(at.node)[fact.dim], at.t))
+    return fact
 
 
 def _by_types(at: _Inference, types: str) -> Result:

@@ -30,7 +30,7 @@ from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
 from megafx.ir.nodes import MASKS, is_zero
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
-from megafx.placements.types import I, Layout, M, P, Placement, R, S
+from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.placements.views import flatten, map_view, refit, slice_layout
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS, Arg, OpCall, Part, RuleText, Shape
@@ -76,7 +76,9 @@ class Template:
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results made of some operands alone
     registered: bool = False  # the user's rule
-    maximum: bool = False  # a factor that is not in a result is one over which it is the largest
+    reduces: str = (
+        ""  # what a result is from which a sharded factor is missing, if the rule says it for all: 'M' or 'P'
+    )
 
     @property
     def placed(self) -> int:
@@ -327,7 +329,7 @@ def _bound(call: OpCall, args: list[Arg | None], row: RuleText, own: str | None)
         roles=tuple(p.role for p in rule.results[: len(call.results)]),
         reads={k: tuple(order[i] for i in read if i in order) for k, read in row.reads.items()},
         registered=own is not None,
-        maximum=rule.maximum,
+        reduces=rule.reduces,
     )
 
 
@@ -363,8 +365,10 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int) -> Placeme
             cut = slice_layout(layout, part.start, part.end, t)
         return None if cut is None else S(d, cut)
     if i < 0:
-        if template.maximum:
-            return M
+        if template.reduces == "P" and layout.padded(t):  # what the op makes of pads would be summed too
+            return None
+        if template.reduces:
+            return Placement(template.reduces)
         return P if template.summed(f, -1 - i) else R if template.untouched(f, -1 - i) else None
     spec = template.operands[i]
     if spec.role == "+" and template.summed(f):

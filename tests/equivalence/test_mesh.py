@@ -8,8 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import megafx
+from megafx.checks.sabotage import without_transition
+from megafx.checks.types import check_batch_types
 from megafx.config import Config
-from megafx.errors import UsageError
+from megafx.errors import PlacementError, UsageError
+from megafx.ir.contracts import is_transition
+from megafx.ir.nodes import draw_of, is_draw, set_arguments
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 
@@ -23,8 +27,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.up, self.down, self.head = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 11, bias=False)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None, drop: float = 0.0) -> torch.Tensor:
+        x = F.dropout(self.embed(ids), drop)
         h = F.gelu(self.up(self.norm(x)))  # tensor-parallel ranks cut it: two of them evenly, three with padding
         x = x + self.down(h) + h.mean(-1, keepdim=True)
         logits = self.head(x)
@@ -60,6 +64,32 @@ def test_all_ranks_of_a_mesh_compute_what_one_process_does(mesh, options, text):
 def test_outputs_of_all_ranks_are_those_of_the_whole_batch():
     verdict = megafx.verify(Block().double(), example_inputs=a_call(6, False), mesh={"dp": 3, "tp": 2}, tolerance=1e-10)
     assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("t", [1, 3])
+def test_types_of_the_outer_axis_find_each_lost_transition(t):
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    config = Config(passes=(("after scaled_products", keep),))
+    call = a_call() | {"drop": 0.5}
+    assert megafx.verify(Block(), config, example_inputs=call, mesh={"dp": 2, "tp": t}, types=True)
+    (joint,) = kept
+    outer = [n for n in joint.graph.nodes if is_transition(n, "dp")]
+    assert len(outer) >= 4  # labels counted, the loss, and their gradients
+    for node in outer:
+        with without_transition(joint.graph, node), pytest.raises(PlacementError):
+            check_batch_types(joint)
+    for drawn in filter(is_draw, list(joint.graph.nodes)):  # a mask of the rank's rows alone
+        axis = draw_of(drawn).axis
+        set_arguments(drawn, axis="tp")
+        with pytest.raises(PlacementError, match="draws"):
+            check_batch_types(joint)
+        set_arguments(drawn, axis=axis)
+    check_batch_types(joint)
 
 
 def without_a_sum(program: Program, planner: Planner) -> int:

@@ -41,9 +41,9 @@ def test_the_type() -> None:
 
 def test_the_grammar() -> None:
     rule = parse("max: m k -> m")
-    assert rule.maximum and rule.groups == ()
-    assert not parse("lin: m k -> m").maximum
-    with pytest.raises(RuleError, match=r"or 'max:'"):
+    assert rule.reduces == "M" and rule.groups == ()
+    assert not parse("lin: m k -> m").reduces and parse("sum: m k -> m").reduces == "P"
+    with pytest.raises(RuleError, match=r"'max:' or 'sum:'"):
         parse("min: m -> m")
 
 

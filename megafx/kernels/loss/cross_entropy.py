@@ -223,6 +223,7 @@ GRADIENT = f"Tensor all_stats, {_OF_BOTH}, {SHARDED}"
 define_op(
     f"ce_stats(Tensor logits, Tensor target, {SHARDED}) -> Tensor",
     types="S1, R -> stats",
+    outer="nl: t v!, ~t -> t s!",
     reference=rank_statistics,
     triton="loss.cross_entropy_triton:rank_statistics",
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], 4, dtype=wide(logits.dtype)),
@@ -230,6 +231,7 @@ define_op(
 define_op(
     f"ce_loss(Tensor logits, Tensor target, {LOSS}) -> Tensor",
     types="S1, R, stats -> R",
+    outer="nl: t v!, ~t, r! t s! -> t",
     reference=ranks_loss,
     triton="loss.cross_entropy_triton:ranks_loss",
     fake=lambda logits, target, all_stats, *how: losses_like(all_stats, logits.shape[0], how[2]),
@@ -237,6 +239,7 @@ define_op(
 define_op(
     f"ce_loss_backward(Tensor grad, Tensor logits, Tensor target, {GRADIENT}) -> Tensor",
     types="R, S1, R, stats, R -> S1",
+    outer="nl[0]: t, t v!, ~t, r! t s!, +t -> t v!",
     reference=ranks_backward,
     triton="loss.cross_entropy_triton:ranks_backward",
     fake=lambda grad, logits, *_: new_like(logits),

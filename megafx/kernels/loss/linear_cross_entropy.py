@@ -82,7 +82,7 @@ for _name, _fp32 in (("linear_cross_entropy_forward", False), ("linear_cross_ent
     define_op(
         f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
         "float label_smoothing, bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
-        rule="nl: t! k!, v! k!, v!, ~t! -> ; t! k!; v! k!; v!",
+        rule="sum: t k!, v! k!, v!, ~t -> ; t k!; v! k!; v!",
         samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
         cost=MATMUL,
         terms=lambda x, w, bias, target, index, smoothing, gradients: x[0] * x[1] * w[0] * (3 if gradients else 1),

@@ -82,6 +82,7 @@ _LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
 define_op(
     f"linear_ce_stats({_LAYER}, {parts.SHARDED}) -> Tensor",
     types="R, S0, S0, R -> stats",
+    outer="nl: t k!, v! k!, v!, ~t -> t s!",
     cost=MATMUL,
     terms=lambda x, w, *_: x[1] * w[0] // 4,  # an element of the result is one of 4 of a row of logits
     reference=statistics,
@@ -91,6 +92,7 @@ define_op(
 define_op(
     f"linear_ce_loss({_LAYER}, {parts.LOSS}) -> Tensor",
     types="R, S0, S0, R, stats -> R",
+    outer="nl: t k!, v! k!, v!, ~t, r! t s! -> t",
     reference=loss,
     fake=lambda x, w, b, target, all_stats, *how: parts.losses_like(all_stats, x.shape[0], how[2]),
 )
@@ -107,6 +109,7 @@ for _name, _fp32 in (("linear_ce_loss_backward", False), ("linear_ce_loss_fp32_b
     define_op(
         f"{_name}(Tensor grad, {_LAYER}, {parts.GRADIENT}) -> (Tensor, Tensor, Tensor)",
         types="R, R, S0, S0, R, stats, R -> P; S0; S0",
+        outer="sum: t, t k!, v! k!, v!, ~t, r! t s!, t -> t k!; v! k!; v!",
         cost=MATMUL,
         terms=lambda grad, x, w, *_: 3 * w[0],
         reference=functools.partial(backward, fp32=_fp32),
