@@ -203,7 +203,7 @@ def verify(
     one row more, other numbers and tensors that forward reads from attributes and globals, and in the other mode; outputs
     beside a loss, and what forward leaves behind, are compared too. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and otherwise names the node at which the runs first differ.
-    types: check only the types of the graph's values, axis by axis; nothing is computed, and the model may be on the meta device.
+    types: check only the types of the graph's values, axis by axis; nothing is computed: the model may be on the meta device.
     on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
     mesh: sizes of the axes of simulated ranks, {"dp": 2, "tp": 2}, in place of the config's: data-parallel ranks have parts of
