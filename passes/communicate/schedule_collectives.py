@@ -16,6 +16,7 @@ it; then, in the same order, takes more until its time is covered. Those whose r
 last, and collectives of few bytes after the others. A product passes MOST_PASSED other collectives at most, because it keeps
 its operands alive.
 
+While the largest magnitude of an operand in FP8 is reduced, in forward too, the product's other operand is cast.
 Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end.
 """
 
@@ -26,6 +27,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from megafx.analysis.communication import is_product, is_region_gather, is_start, is_wait
@@ -43,6 +45,7 @@ MOST_PASSED = 1
 # A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
 MOST_HOISTED = 4
 _CASTS = (quantize, transposed)
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Collective:
     seconds: float
     fillers: list[fx.Node] = field(default_factory=list)
     covered: float = 0.0
+    casts: list[fx.Node] = field(default_factory=list)  # of FP8, that run while a largest magnitude is reduced
 
 
 def schedule_collectives(program: Program, planner: Planner) -> int:
@@ -74,6 +78,8 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
         if wait not in apart
     ]
     _assign(program, collectives, position, planner)
+    for collective in collectives:
+        collective.casts = _casts_meanwhile(collective, nodes, position)
     order = _Order(nodes, collectives, apart).run()
     output = program.output_node()
     for node in order:
@@ -114,12 +120,35 @@ def _bytes(program: Program, collective: _Collective) -> int:
     return program.sizes.bytes(value)
 
 
+def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: dict[fx.Node, int]) -> list[fx.Node]:
+    """Casts that need not wait for this largest magnitude, of other operands of the products that do: a weight, a saved value.
+    Of the next two products: of a gradient they are those that make the gradients of the operand and of the weight."""
+    if collective.start.target is not _ALL_REDUCE or collective.start.args[1] != "max":
+        return []
+    after, products, casts = {collective.start, collective.wait}, 0, []
+    for node in nodes[position[collective.wait] + 1 :]:
+        if products == 2:
+            break
+        if any(a in after for a in node.all_input_nodes):
+            after.add(node)
+            if is_product(node):
+                products += 1
+                casts += [_cast_of(operand) for operand in node.all_input_nodes]
+    return [n for n in casts if n.target in _CASTS and n not in after and _due(n, position) <= collective.due]
+
+
+def _cast_of(operand: fx.Node) -> fx.Node:
+    operand = storage_of(operand)
+    cast: Any = operand.args[0] if operand.target is operator.getitem else operand
+    return cast  # type: ignore[no-any-return]
+
+
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
     """The position after which the node can run. Views of operands cost nothing and count as what they show; casts to FP8
     that are for the node alone move with it."""
     found = -1
     for operand in map(storage_of, node.all_input_nodes):
-        cast: Any = operand.args[0] if operand.target is operator.getitem else operand
+        cast = _cast_of(operand)
         alone = cast.target in _CASTS and {u for n in (cast, *cast.users) for u in n.users} <= {node, *cast.users}
         found = max(found, _due(cast, position) if alone else position.get(operand, -1))
     return found
@@ -186,8 +215,9 @@ class _Order:
         self.order.append(node)
         if node in self.index:
             self.started += 1
-            for filler in self.collectives[self.index[node]].fillers:
-                self._place(filler)
+            collective = self.collectives[self.index[node]]
+            for meanwhile in (*collective.fillers, *collective.casts):
+                self._place(meanwhile)
         for user in list(node.users):
             if user in self.late and user not in self.fillers | self.apart and self._ready(user):
                 self._place(user)

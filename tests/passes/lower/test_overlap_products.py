@@ -83,6 +83,8 @@ def is_wrong() -> bool:
 
 
 SLOW = pytest.mark.slow
+REDUCE, WAIT = (getattr(torch.ops._c10d_functional, name).default for name in ("all_reduce", "wait_tensor"))
+CASTS = {torch.ops.megafx.fp8_quantize.default, torch.ops.megafx.fp8_transposed.default}
 
 
 @pytest.mark.slow
@@ -152,7 +154,7 @@ def test_products_of_fp8_overlap_alike(t, seq, recipe, calls, monkeypatch):
 
     def kept(self):
         gm, changes = run(self)
-        orders.append([n.target for n in gm.graph.nodes])
+        orders.append([(n.target, n.args) for n in gm.graph.nodes])
         return gm, changes
 
     monkeypatch.setattr(overlap_products._Overlap, "run", kept)
@@ -160,7 +162,12 @@ def test_products_of_fp8_overlap_alike(t, seq, recipe, calls, monkeypatch):
     assert verdict and verdict.reference == "megafx at t=1", verdict
     fused = {"tensorwise": 4, "rowwise": 4 + 4}[recipe]  # with few bytes also of backward
     assert (calls["gather_matmul"], calls["matmul_scatter_start"]) == (fused, 8), calls
-    backward = orders[1]
+    for order in orders[:2]:  # while a largest magnitude is reduced, a weight is cast
+        targets = [target for target, _ in order]
+        largest = [i for i, (target, args) in enumerate(order) if target is REDUCE and args[1] == "max"]
+        alone = [i for i in largest if not CASTS & {*targets[i : targets.index(WAIT, i)]}]
+        assert len(largest) >= 8 and (recipe == "rowwise" or len(alone) <= len(largest) // 4), alone
+    backward = [target for target, _ in orders[1]]
     for start in [i for i, target in enumerate(backward) if target is exchange.matmul_scatter_start]:
         meanwhile = backward[start : backward.index(exchange.scatter_wait, start)]
         assert torch.ops.megafx.scaled_mm.default in meanwhile
