@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
     PlacementError where ranks call different collectives, or where results that should be the same differ.
     """
     data = compiled.planner.data
-    meeting = _Meeting(Mesh({**(data.mesh if data is not None else {}), TENSOR_AXIS: compiled.plan.t}))
+    mesh = Mesh({**(data.mesh if data is not None else {}), TENSOR_AXIS: compiled.plan.t})
+    device = next((x.device for x in values.values() if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    meeting = _Meeting(mesh, device)
     with meeting.exchanges(compiled.planner.config.tp_comm_overlap is True):
         return _run(compiled, meeting, values)
 
@@ -62,8 +65,8 @@ def _run(compiled: Compiled, meeting: _Meeting, values: Mapping[str, Any]) -> Lo
 class _Meeting:
     """Where ranks wait for one another. The rank that computes holds `turn`; where it waits another takes it."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.size, self.turn = mesh, len(mesh.ranks), threading.Condition()
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.mesh, self.size, self.turn, self.device = mesh, len(mesh.ranks), threading.Condition(), device
         self.brought: dict[int, tuple[fx.Node | None, Any, tuple[Any, ...]]] = {}  # of the ranks that wait
         self.given: list[Any] = []  # what the last collective gave each rank
         self.held = self.ended = 0  # collectives so far; ranks that are done
@@ -199,7 +202,8 @@ class _OneProcess(exchange.Transport):
     def allocate(self, nbytes: int) -> list[torch.Tensor]:
         self.barrier()
         if self.rank == 0:
-            self.meeting.memory[self.at] = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
+            empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=self.meeting.device)
+            self.meeting.memory[self.at] = [empty() for _ in range(self.size)]
         self.barrier()
         return self.meeting.memory[self.group[0]]
 

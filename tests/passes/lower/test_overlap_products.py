@@ -173,6 +173,16 @@ def test_products_of_fp8_overlap_alike(t, seq, recipe, calls, monkeypatch):
         assert torch.ops.megafx.scaled_mm.default in meanwhile
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fp8", [{}, {"fp8": "hybrid", "first_last_layers_bf16": False}])
+def test_ranks_in_one_process_on_a_gpu(fp8):
+    """The memory of an exchange is where the values are."""
+    torch.manual_seed(0)
+    ids, options = torch.randint(0, 40, (2, 8), device="cuda"), {"tolerance": 1e-4}
+    assert megafx.verify(Net(dropout=0.0, blocks=1).cuda(), config(2, **fp8), example_inputs=(ids,), **options)
+
+
 @pytest.mark.slow
 def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
     whole = exchange.scatter_wait
