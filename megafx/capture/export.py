@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
@@ -34,6 +35,7 @@ from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
+from megafx.capture.like_layers import LikeLayers
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.quantised import refuse_quantised
@@ -395,9 +397,11 @@ class _Capture:
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.clock = lambda: self.root.order.count
+        layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
         with (
             self._learning_hooks(outside),
             _without_ambient_modes(),
+            _use_lazy_graph_module(True),
             prepared(
                 model,
                 fake_mode,
@@ -413,6 +417,7 @@ class _Capture:
                 self.functions,
                 self._values(),
                 self.converting,
+                layers,
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
@@ -486,7 +491,7 @@ class _Capture:
     # -- the Program
 
     def _program(self, exported: ExportedProgram, sizes: dict[str, int], fixed: frozenset[str]) -> Program:
-        gm, spec = exported.graph_module, exported.call_spec.out_spec
+        gm, spec = _LazyGraphModule.from_graphmodule(exported.graph_module), exported.call_spec.out_spec
         assert spec is not None
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
         mark_nodes(gm)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumbers
+from megafx.capture.like_layers import LikeLayers
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, WatchedDict, Writes
 from megafx.ir.python_state import NUMBERS, Place, PythonState, leaf_places, parts_of, snapshot
@@ -36,7 +37,7 @@ class Followed:
 
     dicts: those whose items it changes. computed: numbers made of counters that meet tensors. storing: identities of hooks that
     store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
-    reads them; read_first: after it has.
+    reads them; read_first: after it has. layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -47,6 +48,13 @@ class Followed:
     storing: set[Hashable] = field(default_factory=set)
     replaced: dict[str, Place] = field(default_factory=dict)
     read_first: set[str] = field(default_factory=set)
+    layer_by_layer: bool = False
+
+    @property
+    def each_layer(self) -> bool:
+        """True if each layer has to be traced."""
+        state = (self.inputs, self.counters, self.growing, self.dicts, self.computed, self.storing, self.replaced)
+        return self.layer_by_layer or any(state)
 
     def all_inputs(self) -> dict[str, Any]:
         """Name -> what is read for it at each call, in the order of the graph's inputs."""
@@ -67,6 +75,9 @@ class Followed:
 
     def learn(self, trace: Trace) -> bool:
         """Take over what a trace has shown; True if the model has to be traced again."""
+        if trace.layers is not None and trace.layers.copied and trace.writes.found:
+            self.layer_by_layer = True
+            return True
         counters = {
             n: p for n, p in trace.writes.counters.items() if n not in self.inputs and isinstance(p.get(), NUMBERS)
         }
@@ -154,6 +165,7 @@ class Trace:
         self.tensors: dict[str, list[Tensor]] = {}
         self.finished = False
         self.watched: dict[str, WatchedDict] = {}
+        self.layers: LikeLayers | None = None
 
     @contextlib.contextmanager
     def running(self, state: Mapping[str, Any]) -> Iterator[None]:

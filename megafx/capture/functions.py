@@ -86,6 +86,16 @@ def _annotated(marks: dict[str, Any]) -> Iterator[None]:
             traceback.current_meta["custom"] = before
 
 
+def current_region() -> int | None:
+    """The number of the outermost call of checkpoint that runs in a trace."""
+    found: int | None = traceback.current_meta.get("custom", {}).get(_REGION)
+    return found
+
+
+def mark_region(node: fx.Node, region: int) -> None:
+    node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: region}
+
+
 def region_of(node: fx.Node) -> int | None:
     """The number of the outermost call of checkpoint in which a node was traced."""
     found: int | None = node.meta.get("custom", {}).get(_REGION)

@@ -55,6 +55,7 @@ from megafx.capture.functions import (
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
+from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.program import ROOT
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads
@@ -135,6 +136,7 @@ def replacements(
     hooks: Sequence[Around] = (),
     functions: Sequence[LeftFunction] = (),
     converting: Sequence[CodeType] = (),
+    layers: LikeLayers | None = None,
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
@@ -225,6 +227,11 @@ def replacements(
 
     why = "only without a cache do transformers' masks separate packed sequences; a graph has none where eager mode has one"
     table += [Replacement(*found, why) for found in CachesLeftOut(note).replacements(model)]
+
+    why = "layers that are alike are traced once"
+    if layers is not None:
+        for layer, group in like_layers(model):
+            table.append(Replacement(layer, "_call_impl", functools.partial(layers.call_for, layer, group), why))
 
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in eager]
@@ -427,6 +434,7 @@ def prepared(
     functions: Sequence[CodeType] = (),
     probes: Probes | None = None,
     converting: Sequence[CodeType] = (),
+    layers: LikeLayers | None = None,
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
@@ -434,7 +442,7 @@ def prepared(
     modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
     modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads. functions: code
     of those that are one node each. probes: real inputs of what stays eager. converting: code whose conversions of tensors to
-    numbers are traced.
+    numbers are traced. layers: makes the traces of layers that are alike.
     """
     with _LOCK:
         configs = configs_of(model)
@@ -455,7 +463,9 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            table = replacements(model, note, left, draws, reads, hooks, left_functions(functions, probes), converting)
+            table = replacements(
+                model, note, left, draws, reads, hooks, left_functions(functions, probes), converting, layers
+            )
             with replaced(table), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())

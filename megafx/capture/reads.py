@@ -43,6 +43,7 @@ IGNORED = frozenset(
     [
         *(*vars(nn.Module()), *TABLES, "training", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
         "_output_capturing_hooks_installed",
+        "_call_impl",  # which a capture replaces
     ]
 )
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
@@ -88,6 +89,7 @@ class Reads:
         self.latest: dict[str, int] = {}  # name of an attribute's place -> the clock when it was last read
         self.patched: dict[type, dict[str, Any]] = {}
         self.generators: list[tuple[Place, Any]] = []
+        self.lists: list[dict[tuple[int, str], tuple[Any, str, Any]]] = []  # see `listing`
         # Called with each object before it is read from, with each place whose value may be changed in place, and with each
         # global, variable or attribute of a class that code in reach may assign to.
         self.met: Callable[[Any, str], None] = lambda owner, name: None
@@ -122,6 +124,23 @@ class Reads:
                 raise not_repeatable(f"the generator of '{place.name}'", place.line)
         if (found := _states_differ(before, _states())) is not None:
             raise not_repeatable(found, None)
+
+    @contextlib.contextmanager
+    def listing(self) -> Iterator[dict[tuple[int, str], tuple[Any, str, Any]]]:
+        """Within, all attributes that are read are listed: (owner, name, value), '__dict__' where code looks at all."""
+        self.lists.append({})
+        try:
+            yield self.lists[-1]
+        finally:
+            self.lists.pop()
+
+    def repeat(self, owner: Any, other: Any, name: str, value: Any) -> None:
+        """Note that `other` has been read from, as `owner` was."""
+        attributes = _attributes(other)
+        line = self.places[key].line if (key := (id(_attributes(owner)), name)) in self.places else None
+        if isinstance(value, types.MethodType) and value.__self__ is owner:
+            value = types.MethodType(value.__func__, other)
+        self._note(other, name, attributes.get(name, value), line)
 
     def sets(self, module: nn.Module, name: str, fqn: str) -> None:
         """Code of the module `fqn`, which is left eager, sets this attribute, of itself or of a module in it."""
@@ -182,7 +201,10 @@ class Reads:
 
         return write
 
-    def _note(self, owner: Any, name: str, value: Any) -> None:
+    def _note(self, owner: Any, name: str, value: Any, line: SourceLine | None = None) -> None:
+        """line: where it is read, if it is not the frame behind the caller's that reads it."""
+        for each in self.lists:
+            each[id(owner), name] = owner, name, value
         known = self.names.get(id(owner))
         if known is None:
             return
@@ -196,14 +218,14 @@ class Reads:
         where = f"{known}.{name}" if known else name
         self.latest[where] = self.clock()
         if attributes is not None and name in attributes:
-            place = Place(attributes, name, where, line_of(sys._getframe(2)))
+            place = Place(attributes, name, where, line or line_of(sys._getframe(2)))
         elif value is ABSENT:
             if attributes is None or any(name in attributes.get(table, ()) for table in TABLES):
                 return self._note_table(owner, attributes, name, where)
             for table in TABLES:  # it may come as a parameter, buffer or submodule
                 if table in attributes:
                     self.places[id(attributes[table]), name] = Place(attributes[table], name, where)
-            place = Place(attributes, name, where, line_of(sys._getframe(2)))
+            place = Place(attributes, name, where, line or line_of(sys._getframe(2)))
         elif (cls := _computes(type(owner), name)) is not None:
             # a method or property: it reads by itself; somebody may replace it, in the class or for this object
             if cls.__module__.partition(".")[0] not in LIBRARIES:
@@ -214,9 +236,9 @@ class Reads:
         elif _from_getattr(type(owner), name):
             if isinstance(owner, nn.Module) or not isinstance(value, PLAIN):
                 return
-            place = Place(owner, name, where, line_of(sys._getframe(2)))
+            place = Place(owner, name, where, line or line_of(sys._getframe(2)))
         else:
-            place = Place(owner, name, where, line_of(sys._getframe(2)))
+            place = Place(owner, name, where, line or line_of(sys._getframe(2)))
         self._take(key, place, value)
 
     def _note_table(self, owner: Any, attributes: Any, name: str, where: str) -> None:
@@ -234,6 +256,8 @@ class Reads:
 
     def _note_all(self, owner: Any) -> None:
         """The code looks at `__dict__`: which attributes there are, and those that hold plain values."""
+        for each in self.lists:
+            each[id(owner), "__dict__"] = owner, "__dict__", None
         if (known := self.names.get(id(owner))) is None:
             return
         attributes = _attributes(owner)

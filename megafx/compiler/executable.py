@@ -19,7 +19,7 @@ from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
 from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
-from megafx.ir.program import Program, Saved
+from megafx.ir.program import Program, Saved, compiled_graph
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
 from megafx.ops.tapes import is_handle
 from megafx.progress import stage
@@ -158,11 +158,11 @@ class Executable:
         kept_gathers = gathered or GatheredParameters()
         self.see: Callable[[DTensor], None] | None = kept_gathers.see if parts.gathered else None
         self._ran: set[str] = set()
-        self._forward: Callable[..., Any] = parts.forward.forward
+        self._forward: Callable[..., Any] = compiled_graph(parts.forward)
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward: Callable[[list[Any]], Any] | None = None
         if parts.backward is not None and parts.last_backward is not None:
-            self._backward, self._last_backward = parts.backward.forward, parts.last_backward.forward
+            self._backward, self._last_backward = compiled_graph(parts.backward), compiled_graph(parts.last_backward)
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
         self._joins = [

@@ -100,7 +100,7 @@ def check_sizes_rooted(program: Program) -> None:
         if any(isinstance(a, torch.SymInt) for a in _leaves((node.args, node.kwargs))):
             raise fail(node, "has a symbolic size that no node computes", "emit it with sizes.SizeEmitter")
         source: Any = node.args[0] if str(node.target) == "aten.sym_size.int" else None
-        if source is not None and source.op != "placeholder" and str(source.target) not in COUNTING:
+        if source is not None and source.op != "placeholder" and getattr(source.target, "_opname", "") not in COUNTING:
             raise fail(node, "reads the size of an intermediate value", "emit the size with sizes.SizeEmitter")
         for size in _sizes(node.meta.get(VAL)):
             for symbol in size.node.expr.free_symbols - known:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL, Builder, Program
+from megafx.ir.program import PHASE, VAL, Builder, Program, graph_module
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
@@ -93,7 +93,7 @@ def changed_copy(gm: fx.GraphModule, change: Callable[[fx.Node], bool]) -> tuple
     if not changes:
         return gm, 0
     graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph), changes
+    return graph_module(gm, graph), changes
 
 
 def behind(node: Any, ops: Collection[Any]) -> Any:

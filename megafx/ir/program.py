@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from megafx.errors import SourceLine
 from megafx.ir.sizes import Sizes
@@ -277,7 +278,7 @@ class Program:
         graph = fx.Graph()
         result = graph.graph_copy(self.graph, {})
         graph.output(result).meta.update(self.output_node().meta)
-        gm = fx.GraphModule(self.gm, graph)
+        gm = graph_module(self.gm, graph)
         lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
         return replace(self, gm=gm, assumed=dict(self.assumed), **lists)
 
@@ -365,6 +366,17 @@ class Builder:
         with self.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
             node.meta[VAL] = target(*fake_args(args), **fake_args(kwargs))
         return inherit(node, self.origin, self.by)
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """One whose code is written when it is first needed: the next pass reads the graph."""
+    return _LazyGraphModule(root, graph)
+
+
+def compiled_graph(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The function that the graph's code is."""
+    _LazyGraphModule.force_recompile(gm)
+    return gm.forward
 
 
 def recompute_val(program: Program, node: fx.Node) -> None:

@@ -190,25 +190,26 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
-COUNTING = (
-    "megafx.rows.default",
-    "megafx.length.default",
-    "megafx.repeats.default",
-)  # ops whose result has a size that data decides
+COUNTING = ("rows", "length", "repeats")  # ops whose result has a size that data decides
+EAGER = "eager_call"  # some sizes of its results may be such, too
 
 
-EAGER = "megafx.eager_call.default"  # some sizes of its results may be such, too
+def _calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """The nodes of megafx's ops of these names, in graph order."""
+    ops = [getattr(torch.ops.megafx, name).default for name in names if hasattr(torch.ops.megafx, name)]
+    return sorted(node for op in ops for node in graph.find_nodes(op="call_function", target=op))
 
 
 def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     """For each symbol of a size that data decides (data_sizes.py) the first node whose result is so long."""
     found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) in COUNTING:
+    results = [user for node in _calls(graph, EAGER) for user in node.users if user.target is operator.getitem]
+    for node in sorted([*_calls(graph, *COUNTING), *results]):
+        if node.target is not operator.getitem:
             named = getattr(node.meta["val"].fake_mode.shape_env, "row_counts", {})
             if node.args[1] in named:
-                found.setdefault(named[node.args[1]].node._expr, (node, 0))
-        elif node.target is operator.getitem and str(getattr(node.args[0], "target", "")) == EAGER:
+                found.setdefault(named[node.args[1]].node._expr, (node, 0))  # type: ignore[index]  # a name
+        else:
             value: Any = node.meta["val"]
             env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
             symbols = {count.node._expr for count in getattr(env, "row_counts", {}).values()}

@@ -51,6 +51,7 @@ from megafx.ir.program import (
     Program,
     Reached,
     Recomputed,
+    graph_module,
 )
 from megafx.ir.sizes import RowCount, Sizes
 from megafx.placements.types import Block, Layout, Nested, Owned, Placement
@@ -334,7 +335,7 @@ class Reader:
                 node.meta[key] = self(value)
             nodes.append(node)
         graph.lint()
-        return fx.GraphModule(torch.nn.Module(), graph)
+        return graph_module(torch.nn.Module(), graph)
 
     def program(self, form: Any, in_spec: pytree.TreeSpec) -> Program:
         """in_spec: of the call. Constants, tables and the state that the program depends on are left to the caller."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -96,7 +97,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         return (*outputs, *gradients)
 
     try:
-        with _tracing(program):
+        with _tracing(program), _use_lazy_graph_module(True):
             program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
     finally:
         if origins is not None:

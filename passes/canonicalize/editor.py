@@ -7,6 +7,7 @@ def one_spelling_of_expand(editor: Editor, node: fx.Node) -> bool:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +44,16 @@ class Editor:
 
     def __init__(self, program: Program) -> None:
         self.program, self.graph = program, program.graph
-        self.know_sizes()
         self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
 
+    @functools.cached_property
+    def size_node(self) -> SizeEmitter:
+        """Of the sizes that the graph has: those of its inputs, and those of `megafx.rows`."""
+        return SizeEmitter(self.program.graph, self.program.sizes)
+
     def know_sizes(self) -> None:
-        """Learn which sizes the graph has: those of its inputs, and those of `megafx.rows`."""
-        self.size_node = SizeEmitter(self.program.graph, self.program.sizes)
-        self.known_symbols = set(size_sources(self.program.graph))
+        """Learn anew which sizes the graph has."""
+        self.__dict__.pop("size_node", None)
 
     def at(self, node: fx.Node) -> Builder:
         """A builder of nodes before `node`, which they stem from."""
@@ -62,7 +66,7 @@ class Editor:
         try:
             return self.size_node(self.program.sizes.of(size))
         except KeyError:
-            raise self._of_data(size.node.expr.free_symbols - self.known_symbols) from None
+            raise self._of_data(size.node.expr.free_symbols - size_sources(self.graph).keys()) from None
 
     def _of_data(self, symbols: set[Any]) -> CaptureError:
         """The error for sizes of no input. Names the first node that makes one, by its shape or as a number."""

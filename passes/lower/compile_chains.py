@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from megafx.ir.nodes import COPIES, aten_ops, is_view
-from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.ir.program import VAL, Phase, Program, graph_module, inherit
 from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
 from megafx.planner.context import Planner
@@ -180,7 +180,7 @@ def with_chains(program: Program, gm: fx.GraphModule) -> fx.GraphModule:
     for chain in chains_of(graph):
         _replace(program, graph, chain)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return graph_module(gm, graph)
 
 
 def _replace(program: Program, graph: fx.Graph, chain: Found) -> None:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from megafx.ir.program import Phase, Program, fqn_of
+from megafx.ir.program import Phase, Program, fqn_of, graph_module
 from megafx.ops.ranges import PREFIX, enter_range, leave_range
 from megafx.planner.context import Planner
 
@@ -42,4 +42,4 @@ def with_ranges(gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, int
         with graph.inserting_after(run[-1]):
             graph.call_function(leave_range, (begun,))
         count += 1
-    return fx.GraphModule(gm, graph), count
+    return graph_module(gm, graph), count

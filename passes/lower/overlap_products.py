@@ -33,7 +33,7 @@ from torch import fx
 from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
 from megafx.ir.nodes import COPIES, RESHAPES, shows_operand, storage_of
-from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.ir.program import VAL, Phase, Program, graph_module, inherit
 from megafx.kernels.common.op import writes_into
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.axes import AxisContext
@@ -121,7 +121,7 @@ class _Overlap:
         self.graph = fx.Graph()
         self.graph.output(self.graph.graph_copy(gm.graph, {}))
         self.graph.set_codegen(gm.graph._codegen)
-        self.gm = fx.GraphModule(gm, self.graph)
+        self.gm = graph_module(gm, self.graph)
         self.end = (find.place.group_name, find.place.rank)
         self.t = find.place.size
         self.starts = find(self.gm)

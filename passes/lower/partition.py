@@ -35,7 +35,18 @@ from megafx.analysis.communication import is_region_gather, is_start, is_wait, s
 from megafx.analysis.kept import by_reference, is_free, is_gathered, is_given, is_join
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
+from megafx.ir.program import (
+    RECOMPUTE,
+    VAL,
+    Partition,
+    Phase,
+    Program,
+    Saved,
+    ancestors,
+    fqn_of,
+    graph_module,
+    source_of,
+)
 from megafx.ops.again import AGAIN, in_forward, when_repeated
 from megafx.ops.offload import is_on_host
 from megafx.planner.context import Planner
@@ -210,7 +221,7 @@ def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread
 
 def _module(program: Program, graph: fx.Graph) -> fx.GraphModule:
     graph.lint()
-    return fx.GraphModule(program.gm, graph)
+    return graph_module(program.gm, graph)
 
 
 class Boxed(fx.graph.CodeGen):

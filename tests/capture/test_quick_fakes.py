@@ -15,6 +15,7 @@ CALLS = {
     "view": lambda x: aten.slice.Tensor(aten.transpose.int(x, 0, 1), 2, 1, 4),
     "view of another dtype": lambda x: aten.view.dtype(x, torch.int32),
     "complex": lambda x: aten._conj.default(aten.view_as_complex.default(aten.view.default(x, [*x.shape[:2], 3, 2]))),
+    "itself": lambda x: aten.expand.default(x, [-1, -1, 6]),
     "in place": lambda x: aten.add_.Tensor(x, 1.0),
 }
 
@@ -23,7 +24,6 @@ def run(kind, call):
     """(form of the results of three equal calls, whether each has the memory of its operand, their memories)."""
     env = ShapeEnv()
     mode = kind(shape_env=env)
-    mode.cache_enabled = True  # whatever the environment says
     sizes = []
     for hint in (4, 10):
         source = ConstantSource(f"n{hint}")
@@ -58,3 +58,18 @@ def test_results_are_those_of_torch(call):
     found = run(QuickFakeTensorMode, call)
     assert found == run(FakeTensorMode, call)
     assert found[2] == 3 and len({*found[0]}) == 1
+
+
+def test_other_arguments_give_other_results():
+    mode = QuickFakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        x = torch.empty(3, 4, dtype=torch.int64)
+        for _ in range(2):
+            assert [(x + n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+            assert [torch.empty(n, 3).sum(dim).shape for n, dim in ((2, 0), (4, 0), (4, 1))] == [(3,), (3,), (4,)]
+            assert [torch.matmul(torch.empty(a, 3), torch.empty(3, b)).shape for a, b in ((2, 5), (5, 2))] == [
+                (2, 5),
+                (5, 2),
+            ]
+        number = torch.tensor(2)
+        assert [int(number + n) for n in (1, 2)] == [3, 4]  # of constants the values are known

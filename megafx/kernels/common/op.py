@@ -54,6 +54,7 @@ _mode_count, _profiling = _C._len_torch_dispatch_stack, torch.autograd._profiler
 # Where nothing but a backend is left to dispatch to: no mode, no subclass, no functionalization.
 _BACKENDS = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
 _implementations: dict[OpOverload, Callable[..., Any]] = {}
+_composites: set[OpOverload] = set()
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -123,7 +124,9 @@ def define_composite(schema: str, *, body: Callable[..., Any], **facts: Any) -> 
     """An op that the planner sees whole, and autograd and the joint graph as what its body calls. facts: of `OpFacts`."""
     name = _define(schema, facts)
     _library.impl(name, body, "CompositeImplicitAutograd")
-    return getattr(torch.ops.megafx, name).default
+    op = getattr(torch.ops.megafx, name).default
+    _composites.add(op)
+    return op
 
 
 def define_gradient(
@@ -176,6 +179,11 @@ def launcher_of(op: Any) -> Callable[..., Any] | None:
     """What launches the kernels of an op; None where it has none."""
     repeated = getattr(_implementations.get(op), "repeated", None)
     return None if repeated is None else repeated.launcher
+
+
+def is_composite(op: Any) -> bool:
+    """Whether `define_composite` made it."""
+    return op in _composites
 
 
 def is_kernel(op: Any) -> TypeGuard[OpOverload]:
