@@ -55,9 +55,9 @@ def find_reached(program: Program) -> Reached | None:
 
     inputs = {spec.name: named(found.get(n, 0)) for n, spec in program.input_nodes() if spec.kind in ("param", "user")}
     others = {n: s for n, s in bits.items() if isinstance(n, str) or any(of_results[n[0]])}
-    read = [
-        n
-        for i in outputs
-        if any(found[results[i]] & bit for s, bit in others.items() if s != (n := program.outputs[i].name))
-    ]
-    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()}, tuple(read))
+    read: dict[str, tuple[Source, ...]] = {}
+    for i in outputs:
+        name, mask = program.outputs[i].name, found[results[i]]
+        if users := tuple(s for s, bit in others.items() if s != name and mask & bit):
+            read[name] = users
+    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()}, read)

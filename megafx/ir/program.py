@@ -190,12 +190,12 @@ class Reached:
     """Where gradients of a graph can come from (analysis/reached.py).
 
     inputs: name of a parameter or user input -> all that its gradient can come from. results: key of a call of an eager
-    module -> the same for each of its results. outputs: names of outputs that others depend on.
+    module -> the same for each of its results. outputs: name of an output -> the others that depend on it.
     """
 
     inputs: Mapping[str, tuple[Source, ...]]
     results: Mapping[str, tuple[tuple[Source, ...], ...]]
-    outputs: tuple[str, ...] = ()
+    outputs: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

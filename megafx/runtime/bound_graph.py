@@ -145,8 +145,16 @@ class BoundGraph:
         self.tangents = [self.outputs[i].name for i in compiled.differentiated]
         self.reached = program.reached or Reached({}, {})
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
-        self.siblings = {i: o.name for i, o in enumerate(self.outputs) if o.name in self.reached.outputs}
+        self.siblings = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs) if self._users(o.name)}
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
+
+    def _users(self, name: str) -> frozenset[int]:
+        """Outputs that depend on an output, or may by way of modules that stay eager."""
+        sources = self.reached.outputs.get(name, ())
+        every = any(not isinstance(source, str) for source in sources)
+        return frozenset(
+            i for i, o in enumerate(self.outputs) if o.name != name and (every or o.name in sources) and sources
+        )
 
     def running(self) -> Running:
         """For one run. On the first calls ranks compare what code that is not captured returns."""

@@ -66,17 +66,18 @@ class Waiting(OrderedDict[int, Any]):
         return OrderedDict()
 
 
-def watch(outputs: Mapping[int, Tensor], names: Mapping[int, str]) -> list[Waiting]:
-    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients; names: of those to be watched."""
+def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]]) -> list[Waiting]:
+    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an output
+    that others depend on, and the indices of those."""
     arrived = Arrived()
-    for index, output in outputs.items():
-        if index not in names:
-            output.register_hook(arrived.at(index))
+    for index, output in outputs.items():  # before all others: autograd calls them in this order
+        output.register_hook(arrived.at(index))
     tables = []
     for index, output in outputs.items():
-        if index in names:
-            table = Waiting(index, names[index], output)
-            OrderedDict.__setitem__(table, _OURS, arrived.at(index, names[index], table.output))
+        if index in watched:
+            name, users = watched[index]
+            table = Waiting(index, name, output)
+            OrderedDict.__setitem__(table, _OURS, arrived.refusing(name, users, table.output))
             output._backward_hooks = table
             assert output.grad_fn is not None
             output.grad_fn._register_hook_dict(output)
@@ -94,38 +95,52 @@ class Arrived:
     def __init__(self) -> None:
         self.run, self.at_outputs = -1, set[int]()
 
-    def at(
-        self, index: int, name: str = "", watched: weakref.ref[Tensor] | None = None
-    ) -> Callable[[Tensor | None], None]:
-        """The hook of one output; the watched ones come last."""
+    def at(self, index: int) -> Callable[[Tensor | None], None]:
+        """The hook of one output. Autograd calls it without a gradient where another output has one."""
 
         def hook(gradient: Tensor | None) -> None:
             if self.run != (run := torch._C._current_graph_task_id()):
                 self.run = run
                 self.at_outputs.clear()
-            if gradient is None:
-                return
-            self.at_outputs.add(index)
-            output = None if watched is None or len(self.at_outputs) == 1 else watched()
+            if gradient is not None:
+                self.at_outputs.add(index)
+
+        return _plain(hook)
+
+    def refusing(
+        self, name: str, users: frozenset[int], watched: weakref.ref[Tensor]
+    ) -> Callable[[Tensor | None], None]:
+        """The hook of an output on which others (users) depend. It runs after those of above."""
+
+        def hook(gradient: Tensor | None) -> None:
+            output = None if self.at_outputs.isdisjoint(users) else watched()
             if output is not None and _is_differentiated_by(output):
                 raise UsageError(
-                    f"torch.autograd.grad with respect to the output '{name}', of what depends on it by way of other "
-                    "outputs of the same call, too: that part of the gradient would be left out",
-                    fix=f"call {name}.retain_grad(), and backward() in place of torch.autograd.grad",
+                    f"torch.autograd.grad or backward(inputs=...) with respect to the output '{name}', of what depends on it by "
+                    "way of other outputs of the same call: that part of the gradient would be left out",
+                    fix=f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad",
                 )
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
-        return hook
+        return _plain(hook)
+
+
+def _plain(hook: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
+    return hook
+
+
+_DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
 
 
 def _is_differentiated_by(output: Tensor) -> bool:
-    """Whether a torch.autograd.grad that runs has this tensor among its inputs. (On a GPU hooks run in autograd's threads.)"""
+    """Whether a torch.autograd.grad, or a backward, that runs has this tensor among its inputs. (On a GPU hooks run in autograd's
+    threads.)"""
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:
-            if at.f_code is torch.autograd.grad.__code__:
-                given = at.f_locals.get("inputs", ())
-                if any(x is output for x in (given if isinstance(given, (tuple, list)) else (given,))):
+            if at.f_code in _DIFFERENTIATE:
+                given = at.f_locals.get("inputs")
+                if given is not None and any(x is output for x in ([given] if isinstance(given, Tensor) else [*given])):
                     return True
             at = at.f_back
     return False

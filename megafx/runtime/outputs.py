@@ -39,8 +39,13 @@ _METADATA = frozenset(
 _OF_AUTOGRAD = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("grad", "retains_grad", "output_nr", "_backward_hooks")]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")]
-    + [torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_, torch.autograd.grad]
-    + [torch.Tensor.register_post_accumulate_grad_hook]
+    + [torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_]
+    + [
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    ]
 )
 
 

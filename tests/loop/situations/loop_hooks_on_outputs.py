@@ -83,10 +83,51 @@ def gradients_with_respect_to_an_output(loop: Loop) -> None:
         if loop.eager:
             wanted = torch.autograd.grad(both, [out["logits"], *parameters])[0]
         else:
-            with pytest.raises(UsageError, match=r"call logits.retain_grad\(\), and backward\(\) in place"):
+            with pytest.raises(UsageError, match=r"call logits.retain_grad\(\), then backward\(\) without"):
                 torch.autograd.grad(both, [out["logits"], *parameters], retain_graph=True)
             out = model(tokens)
             out["logits"].retain_grad()
             (out["loss"] + out["logits"].square().mean()).backward()
             wanted = out["logits"].grad
         loop.see(wanted=wanted)
+
+
+@situation("https://github.com/pytorch/captum/issues/128")
+def gradients_of_a_loss_with_respect_to_what_it_depends_on(loop: Loop) -> None:
+    """By way of other outputs alone (None in autograd): refused, with `allow_unused` too; the advice is followed."""
+    model, x = loop.model(Between()), torch.randn(3, 6)
+    for of, wrt in (("loss", "y"), ("loss", "h"), ("y", "h")):
+        out = model(x)
+        if loop.eager:
+            (wanted,) = torch.autograd.grad(out[of].sum(), out[wrt])
+        else:
+            for ask in (
+                lambda out=out, of=of, wrt=wrt: torch.autograd.grad(out[of].sum(), [out[wrt]], None, True, False, True),
+                lambda out=out, of=of, wrt=wrt: out[of].sum().backward(inputs=[out[wrt]], retain_graph=True),
+            ):
+                with pytest.raises(UsageError, match=rf"the output '{wrt}'.*\n  fix: call {wrt}.retain_grad\(\)"):
+                    ask()
+            assert out[wrt].grad is None
+            out[wrt].retain_grad()
+            out[of].sum().backward()
+            wanted = out[wrt].grad
+        loop.see(wanted=wanted)
+    model.zero_grad()
+    out = model(x)
+    out["h"].backward(torch.ones(3, 9), retain_graph=True)
+    torch.autograd.backward(
+        [out["h"], out["loss"]], [torch.ones(3, 9), None], retain_graph=True, inputs=[*model.parameters()]
+    )
+    loop.see_gradients(model)
+    loop.see(none=torch.autograd.grad(out["loss"], out["apart"], allow_unused=True))
+    model.zero_grad()
+    (out["h"].sum() * 2).backward(inputs=[*model.first.parameters()])
+    loop.see_gradients(model)
+
+
+class Between(Halves):
+    """Returns what the loss depends on, and what it does not."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # another form of output
+        h, y = super().forward(x)
+        return {"loss": y.square().mean(), "y": y, "h": h, "apart": self.first(x) * 2}
