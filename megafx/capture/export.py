@@ -37,6 +37,7 @@ from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
+from megafx.capture.messages import Warned
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.quantised import refuse_quantised
 from megafx.capture.real_values import CallValues
@@ -135,14 +136,16 @@ def capture_call(
             converting,
             {} if earlier is None else earlier,
         )  # fmt: skip
-        return capture.run(fixed)
+        program = capture.run(fixed)
+        warned[id(program)] = capture.trace.reads.warned
+        return program
 
     def served(program: Program) -> bool:
         assert program.call is not None
         return program.call.mismatch(args, kwargs, loss_inputs) is None
 
     few = frozenset(name for name, size in named().user.items() if size < 2 and (name != "batch" or data_ranks == 1))
-    constant, general, small = frozenset(fixed), None, {}
+    constant, general, small, warned = frozenset(fixed), None, {}, dict[int, list[Warned]]()
     with alone(), stage("capture"):
         while True:
             try:
@@ -154,12 +157,16 @@ def capture_call(
                 continue
             assert program.call is not None
             if general is not None and general.call and general.call.prove(small, program.call) and served(general):
-                return general
+                program = general
+                break
             if few <= constant or served(program):
-                return program
+                break
             small = program.call.undecided(args, kwargs, loss_inputs)
             general = program if small else None
             constant |= small.keys() or few
+    for each in warned[id(program)]:
+        each.show()
+    return program
 
 
 def sizes_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:

@@ -13,17 +13,13 @@ parameters work (distributed/tensor_dispatch.py).
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import copy
 import functools
-import logging
-import re
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,14 +52,14 @@ from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.like_layers import LikeLayers, like_layers
-from megafx.capture.program import ROOT
+from megafx.capture.messages import unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads
 from megafx.capture.texts import text_of_number, text_of_tensor
 from megafx.capture.unrepeatable import unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_user_file, line_of, trace_of_forward
+from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -151,14 +147,6 @@ def replacements(
         note(f"{source}: {text}" if source else text)
         return True
 
-    def unheard(*_: Any, **__: Any) -> None:
-        frame: FrameType | None = sys._getframe(2)  # past what makes it this thread's
-        while frame is not None and frame.f_code.co_filename == logging.__file__:
-            frame = frame.f_back
-        source = line_of(frame, walk=False)
-        if source is not None and "site-packages" not in source.file:
-            note(f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook")
-
     why = "checks of data that only raise or warn are taken to pass"
     table += [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
@@ -213,13 +201,7 @@ def replacements(
         known: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
         table += [Replacement(transformer, "_detect_is_causal_mask", known, why)]
 
-    why = "partial graphs that export prints and logs stay off the terminal; warnings that the user needs become notes"
-    table += [
-        Replacement(owner, name, lambda old: unheard, why)
-        for owner, name in ((logging.Logger, "handle"), (builtins, "print"))
-    ]
-    table += [Replacement(warnings, "warn", lambda old: functools.partial(_warning_as_note, note), why)]
-    table += [Replacement(sys, name, _Muted, why) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
+    table += [Replacement(*line) for line in unheard(note, reads.warned)]
 
     if is_hf_model(model):
         why = "masks that are causal, windows or padding are described to attention, not made"
@@ -334,31 +316,6 @@ def _with_user_line(old: Callable[..., Node]) -> Callable[..., Node]:
         return node
 
     return create_node
-
-
-class _Muted:
-    """A stream that takes nothing from the thread that made it, and passes on what others write."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _warning_as_note(note: Note, message: Any, *_: Any, **__: Any) -> None:
-    """A `warnings.warn` that tells what the user needs to know."""
-    found = re.match(r"The tensor attributes? (.*?) (?:was|were) assigned during export", str(message))
-    if found:
-        names = found.group(1).replace(f"self.{ROOT}.", "")
-        note(f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)")
 
 
 def _data_of(old: Any) -> Callable[[Tensor], Tensor]:

@@ -30,6 +30,7 @@ from torch import nn
 
 from megafx.capture.code_names import chains, codes
 from megafx.capture.layerdrop import names_of
+from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
 from megafx.ir.source_lines import is_user_file, line_of
@@ -97,6 +98,7 @@ class Reads:
         self.assigned: Callable[[Place], None] = lambda place: None
         self.classes: dict[type, OwnAttributes] = {}
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
+        self.warned: list[Warned] = []
         self.memos: list[Any] = []  # functools.lru_cache's: what a trace computes is of no use to other code
         for fqn, module in model.named_modules():
             if id(module) not in self.skipped:

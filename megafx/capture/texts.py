@@ -25,13 +25,13 @@ from megafx.ir.source_lines import is_user_file, line_of
 _DEPTH = 2  # of the frame that asks: behind what makes a replacement this thread's
 
 
-def _asking() -> FrameType | None:
-    """The user's frame that asks for a text, unless that is for a message that nobody sees."""
+def _asking() -> tuple[FrameType | None, bool]:
+    """(The user's frame that asks for a text that is kept; whether a text is for a message, in which it is `?`)."""
     frame: FrameType | None = sys._getframe(_DEPTH + 1)
     if frame is None or not is_user_file(frame.f_code.co_filename):
-        return None
+        return None, False
     statement = statement_at(frame)
-    return None if statement is not None and _says(statement) else frame
+    return (frame, False) if statement is None or not _says(statement) else (None, is_message(statement))
 
 
 def _says(statement: ast.stmt) -> bool:
@@ -55,9 +55,9 @@ def text_of_number(old: Callable[..., str]) -> Callable[..., str]:
     """A `__repr__` or `__format__` of SymInt, SymFloat or SymBool."""
 
     def text(self: Any, *spec: str) -> str:
-        frame = _asking()
+        frame, message = _asking()
         if frame is None:
-            return "?" if spec and spec[0] else old(self, *spec)
+            return "?" if message or (spec and spec[0]) else old(self, *spec)
         if not self.node.has_hint():
             raise _refused("a number of a tensor's data", frame)
         value = int(self) if isinstance(self, torch.SymInt) else self.node.guard_bool("", 0)
@@ -70,13 +70,13 @@ def text_of_tensor(old: Callable[..., str]) -> Callable[..., str]:
     """A `__repr__` or `__format__` of tensors."""
 
     def text(self: Any, *spec: Any, **kwargs: Any) -> str:
-        frame = _asking() if isinstance(self, FakeTensor) else None
+        frame, message = _asking() if isinstance(self, FakeTensor) else (None, False)
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, ExpertLoops) and (index := mode.index_of(self)) is not None:
                 return format(index, *spec)
         if frame is not None:
             raise _refused("a tensor", frame)
-        if isinstance(self, FakeTensor) and spec and spec[0]:
+        if message or (isinstance(self, FakeTensor) and spec and spec[0]):
             return "?"
         return old(self, *spec, **kwargs)
 
