@@ -21,10 +21,11 @@ from time import (
     perf_counter,
     process_time,
 )  # the very functions: while a model is traced, time.perf_counter refuses its code
-from typing import Any
+from typing import Any, TypeVar
 
 from megafx.debugging import current, is_reporting_rank
 
+T = TypeVar("T")
 SHORT = 2.0  # seconds: a call that takes no longer shows nothing
 PATIENCE = 4.0  # seconds without a line; with the half of a second between two looks less than five
 MINUTE = 60.0  # seconds of a call in which no two lines are further apart than that
@@ -77,6 +78,19 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def also_among_frozen(search: Callable[[], list[T]]) -> list[T]:
+    """What a search by `gc.get_referrers` finds, also where the user has put objects aside (gc.freeze)."""
+    found = search()
+    if not found and gc.get_freeze_count():
+        gc.collect()  # what is garbage now would stay for ever
+        gc.unfreeze()
+        try:
+            found = search()
+        finally:
+            gc.freeze()
+    return found
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 
 from megafx.ir.source_lines import is_user_file
+from megafx.progress import also_among_frozen
 
 _NAMES = ("float", "int", "bool")
 _LOAD, _CONSTANT, _NULL, _NOP = (dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_CONST", "PUSH_NULL", "NOP"))
@@ -51,13 +52,17 @@ def _calls(code: types.CodeType) -> Iterator[tuple[dis.Instruction, str]]:
 
 def functions_with(code: types.CodeType) -> list[types.FunctionType]:
     """Functions that have this code, or make functions that have it (a comprehension, a lambda)."""
+    return also_among_frozen(lambda: _functions_with(code))
+
+
+def _functions_with(code: types.CodeType) -> list[types.FunctionType]:
     found: list[types.FunctionType] = []
     for holder in gc.get_referrers(code):
         if isinstance(holder, types.FunctionType) and holder.__code__ is code:
             found.append(holder)
         elif type(holder) is tuple:
             outer = [x for x in gc.get_referrers(holder) if isinstance(x, types.CodeType) and x.co_consts is holder]
-            found += [function for each in outer for function in functions_with(each)]
+            found += [function for each in outer for function in _functions_with(each)]
     return found
 
 

@@ -31,6 +31,7 @@ from megafx.errors import CaptureError, SourceLine
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import EagerCall, Held, as_node, in_eager_code
 from megafx.ops.eager_probes import Probes, kept_leaf, noting_sets, probed
+from megafx.progress import also_among_frozen
 
 _CALL = nn.Module._call_impl.__code__.co_name
 _MARK = "what is called"
@@ -90,7 +91,8 @@ class LeftFunction:
 
     def functions(self) -> list[types.FunctionType]:
         """Those that have this code now."""
-        return [f for f in gc.get_referrers(self.code) if isinstance(f, types.FunctionType) and f.__code__ is self.code]
+        is_own = lambda f: isinstance(f, types.FunctionType) and f.__code__ is self.code  # noqa: E731
+        return also_among_frozen(lambda: [*filter(is_own, gc.get_referrers(self.code))])
 
     def code_for(self, function: types.FunctionType) -> types.CodeType:
         """What a call of the function runs in this thread while a model is traced."""

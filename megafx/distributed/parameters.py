@@ -172,6 +172,7 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
             spec = make_spec(mesh, I, param.shape, param.dtype)
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
             vars(made[id(param)])[NAME] = fqn
+            vars(param)[optimizers.REPLACED] = fqn
             new.add(id(made[id(param)]))
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 from unittest import mock
@@ -187,7 +188,10 @@ def misuse_is_refused() -> str:
     stale = torch.optim.SGD(pair.plain.parameters(), lr=0.1)
     text = r"an optimizer \(SGD\) was made of this model's parameters before megafx.parallelize"
     raises(UsageError, text, lambda: megafx.parallelize(pair.plain, config()))
-    del stale
+    gc.freeze()  # the search of above does not see it any more
+    late = megafx.parallelize(pair.plain, config())
+    raises(UsageError, r"SGD.step\(\) of a parameter \('\S+'\) that megafx.parallelize has replaced", stale.step)
+    torch.optim.SGD(late.parameters(), lr=0.1).step()
     return "copies of submodules, DDP, fully_shard, a wrong world size, twice"
 
 
