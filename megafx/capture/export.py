@@ -403,6 +403,7 @@ class _Capture:
         model = self.root.model
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
+        self.trace.reads.unhooked = unhooked
         self.trace.reads.clock = lambda: self.root.order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
         with (

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -99,6 +99,7 @@ class Reads:
         self.classes: dict[type, OwnAttributes] = {}
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.warned: list[Warned] = []
+        self.unhooked: Collection[nn.Module] = ()  # modules whose own hooks the caller runs
         self.memos: list[Any] = []  # functools.lru_cache's: what a trace computes is of no use to other code
         for fqn, module in model.named_modules():
             if id(module) not in self.skipped:
@@ -358,7 +359,7 @@ class Reads:
             own = getattr(forward, "own", forward)
             for function in (own, getattr(type(module), "forward", None)):
                 self._look_through(getattr(function, "__func__", function), type(module))
-            for table in ("_forward_hooks", "_forward_pre_hooks"):
+            for table in ("_forward_hooks", "_forward_pre_hooks") if module not in self.unhooked else ():
                 for number, hook in vars(module).get(table, {}).items():  # those that are traced
                     self._reach(hook, Place(vars(module)[table], number, f"a hook of '{self.names[id(module)]}'"))
 
