@@ -275,7 +275,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
         else:
             output = of(*own, **named_own)
             output = (loss_fn(output, **for_loss), output) if loss_fn is not None and loss_inputs else output
-        leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
+        leaves = torch.utils._pytree.tree_flatten_with_path(kept(output), is_leaf=is_cache)[0]
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         needs = {name for name, x in named.items() if x.requires_grad}
         last = runtime.settled.last if runtime is not None else None

@@ -10,16 +10,17 @@ the length of an empty tensor [n, 0], which is a symbol in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from megafx.errors import CaptureError
-from megafx.ir.call_spec import leaf_name
+from megafx.ir.call_spec import leaf_name, register_dataclasses
 from megafx.ir.python_state import PythonState
 
 Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("object", class, ((name, form), ...)), ...
@@ -27,6 +28,7 @@ Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("o
 _GROWING = "cumulative_length"  # prefix of the attributes that count tokens
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, type, Enum)
 _STRUCTURE = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, Enum)
+_OF_OTHERS = ("torch", "transformers", "numpy", "builtins", "megafx")  # whose objects are no records of tensors
 _WAY_OUT = "generate with a DynamicCache (cache_implementation='dynamic', the default) or with use_cache=False"
 
 
@@ -70,12 +72,41 @@ class Shape:
     sizes: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class Record:
+    """In an output: an object of a class of the user's, a SimpleNamespace, a distribution. values: of its attributes."""
+
+    kind: type[Any]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def object(self, one: Callable[[Any], Any]) -> Any:
+        """A new object. one: makes a value that of the user."""
+        made = self.kind.__new__(self.kind)
+        vars(made).update(zip(self.names, map(one, self.values), strict=True))
+        return made
+
+
+def _is_record(value: Any) -> bool:
+    kind = type(value)
+    known = kind in pytree.SUPPORTED_NODES or isinstance(value, (torch.Tensor, type, Enum, BaseException, CacheState))
+    if kind is SimpleNamespace or kind.__module__.startswith("torch.distributions."):
+        return True
+    if known or callable(value) or not hasattr(value, "__dict__") or kind.__new__ is not object.__new__:
+        return False
+    return kind.__module__.partition(".")[0] not in _OF_OTHERS and "Cache" not in kind.__name__
+
+
 def kept(output: Any) -> Any:
-    """An output with what torch.export would refuse in it (dtypes, devices, members of an Enum) as structure."""
+    """An output with what torch.export would refuse in it (dtypes, devices, members of an Enum, objects) as structure."""
 
     def one(value: Any) -> Any:
         if isinstance(value, torch.Size):
             return Shape(tuple(value))
+        if _is_record(value):
+            while register_dataclasses(pytree.tree_leaves([*vars(value).values()])):
+                pass
+            return Record(type(value), tuple(vars(value)), tuple(map(kept, vars(value).values())))
         return Kept(value) if isinstance(value, _STRUCTURE) else value
 
     return pytree.tree_map(one, output, is_leaf=lambda x: isinstance(x, torch.Size))
@@ -117,6 +148,15 @@ pytree.register_pytree_node(
     lambda s: ([*s.sizes], None),
     lambda sizes, _: Shape(tuple(sizes)),
     flatten_with_keys_fn=lambda s: ([(pytree.SequenceKey(i), n) for i, n in enumerate(s.sizes)], None),
+)
+pytree.register_pytree_node(
+    Record,
+    lambda r: ([*r.values], (r.kind, r.names)),
+    lambda values, of: Record(*of, tuple(values)),
+    flatten_with_keys_fn=lambda r: (
+        [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
+        (r.kind, r.names),
+    ),
 )
 pytree.register_pytree_node(
     Updated,
@@ -266,9 +306,14 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments:
             return value.value
         if isinstance(value, Shape):
             return torch.Size(value.sizes)
+        if isinstance(value, Record):
+            return value.object(every)
         return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
 
-    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape)))
+    def every(tree: Any) -> Any:
+        return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape, Record)))
+
+    return every(result)
 
 
 def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:

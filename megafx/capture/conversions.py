@@ -135,6 +135,24 @@ def limits(old: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
+def of_number(name: str) -> Callable[[Any], Any]:
+    """A function of `math`, also of a number of data: by the tensor that it is, in fp64. Where `math` raises an error (the
+    logarithm of 0) that has an infinity or NaN."""
+
+    def of(old: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any) -> Any:
+            if len(args) != 1 or not _of_data(args[0]):
+                return old(*args)
+            return getattr(torch, name)(torch.scalar_tensor(args[0], dtype=torch.float64)).item()
+
+        return function
+
+    return of
+
+
+MATH = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "tanh", "atan", "erf")
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 

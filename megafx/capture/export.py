@@ -36,8 +36,8 @@ from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
-from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.messages import Warned
+from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.quantised import refuse_quantised
 from megafx.capture.real_values import CallValues

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -81,18 +82,22 @@ class ExportedCall(nn.Module):
             return result
 
 
-def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """(path, container, a copy) of each list and dict among the arguments of a call."""
+def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any, Any]]:
+    """(path, name of its class, container, a copy) of each list, dict and dataclass among the arguments of a call; of a
+    dataclass the container is the dict of its attributes."""
+    name = type(tree).__name__
+    if is_dataclass(tree) and hasattr(tree, "__dict__"):
+        tree = vars(tree)
     if type(tree) in (list, dict):
-        yield path, tree, tree.copy()
+        yield path, name, tree, tree.copy()
     if type(tree) in (list, tuple, dict):
         for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _containers(part, (*path, key))
 
 
-def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], Any, Any]]) -> None:
-    """Raise if forward has changed a list or dict that it was given: calls of a graph would not."""
-    for path, container, copy in given:
+def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], str, Any, Any]]) -> None:
+    """Raise if forward has changed a list, dict or dataclass that it was given: calls of a graph would not."""
+    for path, kind, container, copy in given:
         same = len(container) == len(copy) and all(
             container[key] is copy[key] if isinstance(container, list) or key in copy else False
             for key in (container if isinstance(container, dict) else range(len(container)))
@@ -100,10 +105,10 @@ def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], Any, Any]]) -> None:
         if not same:
             top, *rest = path[1:]
             name = (f"'{top}'" if isinstance(top, str) else f"number {top}") + "".join(f"[{key!r}]" for key in rest)
-            kind = type(container).__name__
+            how = f"{kind}(...)" if kind in ("list", "dict") else "copy.copy(...)"
             raise CaptureError(
                 f"forward changes its argument {name}, a {kind} of the caller's",
-                fix=f"change a copy of it ({kind}(...)), and return what is to be seen outside",
+                fix=f"change a copy of it ({how}), and return what is to be seen outside",
             )
 
 

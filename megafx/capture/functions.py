@@ -150,10 +150,11 @@ class Applied:
                 return plain()
             if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
                 raise CaptureError(
-                    f"{cls.__qualname__} ({cls.__module__}) is given a function to call, as checkpointing does, and its "
-                    "backward is not that of what it computes: gradients of what the function holds would be lost",
+                    f"{cls.__qualname__} ({cls.__module__}) is given a function or module, as checkpointing does, and its "
+                    "backward is not that of what it computes: gradients of what that holds would be lost",
                     source=current_user_line(),
-                    fix="call the function itself; torch.utils.checkpoint is left out by itself",
+                    fix="call the function outside of it, or give `apply` the numbers and tensors that it reads "
+                    "(module.scale, module.weight); torch.utils.checkpoint is left out by itself",
                 )
             self.note(
                 f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, does more "

@@ -26,7 +26,9 @@ from megafx.capture.program import ROOT
 from megafx.ir.source_lines import is_user_file, line_of
 
 # Files of torch that run as part of the user's model; the others are those that trace it.
-_OF_MODELS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("nn", "functional.py", "distributions"))
+_OF_MODELS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), name) for name in ("nn", "functional.py", "distributions")
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Warned:
 
     def note(self) -> str:
         return (
-            f"{os.path.basename(self.file)}:{self.line}: forward warns ({self.category.__name__}: {self.text}): it is shown when a "
-            "graph is captured, and not in each call"
+            f"{os.path.basename(self.file)}:{self.line}: forward warns ({self.category.__name__}: {self.text}): it is shown when "
+            "a graph is captured, and not in each call"
         )
 
 
@@ -62,7 +64,9 @@ def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any
         if source is not None and "site-packages" not in source.file:
             note(f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook")
 
-    why = "partial graphs that export prints and logs stay off the terminal; warnings of the model are shown once it is captured"
+    why = (
+        "partial graphs that export prints and logs stay off the terminal; warnings are shown once a model is captured"
+    )
     table: list[tuple[Any, str, Callable[[Any], Any], str]] = [
         (owner, name, lambda old: nothing, why) for owner, name in ((logging.Logger, "handle"), (builtins, "print"))
     ]

@@ -36,8 +36,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in (*group["params"][:1], *group["params"][-1:]):  # one that was made too early has no others
             if (name := vars(p).get(REPLACED)) is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step() of a parameter ('{name}') that megafx.parallelize has replaced: the model "
-                    "has another one",
+                    f"{type(optimizer).__name__}.step() of a parameter ('{name}') that megafx.parallelize has replaced: the "
+                    "model has another one",
                     fix="make the optimizer after megafx.parallelize(model)",
                 )
         first = next((p for p in group["params"] if p.grad is not None), None)

@@ -67,8 +67,8 @@ class Waiting(OrderedDict[int, Any]):
 
 
 def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]]) -> list[Waiting]:
-    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an output
-    that others depend on, and the indices of those."""
+    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an
+    output that others depend on, and the indices of those."""
     arrived = Arrived()
     for index, output in outputs.items():  # before all others: autograd calls them in this order
         output.register_hook(arrived.at(index))
@@ -116,8 +116,8 @@ class Arrived:
             output = None if self.at_outputs.isdisjoint(users) else watched()
             if output is not None and _is_differentiated_by(output):
                 raise UsageError(
-                    f"torch.autograd.grad or backward(inputs=...) with respect to the output '{name}', of what depends on it by "
-                    "way of other outputs of the same call: that part of the gradient would be left out",
+                    f"torch.autograd.grad or backward(inputs=...) with respect to the output '{name}', of what depends on it "
+                    "by way of other outputs of the same call: that part of the gradient would be left out",
                     fix=f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad",
                 )
 
@@ -133,8 +133,8 @@ _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__
 
 
 def _is_differentiated_by(output: Tensor) -> bool:
-    """Whether a torch.autograd.grad, or a backward, that runs has this tensor among its inputs. (On a GPU hooks run in autograd's
-    threads.)"""
+    """Whether a torch.autograd.grad, or a backward, that runs has this tensor among its inputs. (On a GPU hooks run in
+    autograd's threads.)"""
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:

@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -64,6 +64,12 @@ class Call:
         caches = iter(self.caches)
         back = lambda x: next(caches) if isinstance(x, CacheState) else x  # noqa: E731
         return tuple(map(back, self.args)), {name: back(x) for name, x in self.kwargs.items()}
+
+    def without_gradients(self) -> Call:
+        """The same call, of whose tensors no gradient is wanted."""
+        leaves = [x.detach() if type(x) is torch.Tensor and x.requires_grad else x for x in self.leaves]
+        args, kwargs, loss_inputs = pytree.tree_unflatten(leaves, self.spec)
+        return replace(self, args=args, kwargs=kwargs, loss_inputs=loss_inputs, leaves=leaves)
 
     def names(self) -> list[str]:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))

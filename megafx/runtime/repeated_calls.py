@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import is_cache
+from megafx.capture.caches import is_cache, kept
 from megafx.capture.program import output_path
 from megafx.capture.reads import IGNORED
 from megafx.checks.simulate import Logical, relative_error, relative_errors
@@ -188,7 +188,7 @@ class RepeatedCalls:
             output = model(*args, **kwargs)
             output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
         # Caches are leaves, and left out: graphs make them where they are asked for.
-        leaves, _ = pytree.tree_flatten_with_path(output, is_leaf=is_cache)
+        leaves, _ = pytree.tree_flatten_with_path(kept(output), is_leaf=is_cache)
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         state = dict(_leaves(model)) | {f"argument {k}": x for k, x in enumerate(inputs)}
         old = {id(x) for x in before.values()}

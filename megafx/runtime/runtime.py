@@ -593,6 +593,8 @@ class Runtime:
         dynamic: bool = True,
     ) -> Program:
         model, names = self.model, call.names()
+        if training and not torch.is_grad_enabled():  # a plan: a leaf that the call may write into would be an error
+            call = call.without_gradients()
         modes = {m: m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]
         whole = {

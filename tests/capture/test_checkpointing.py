@@ -122,7 +122,7 @@ class OwnCheckpoint(torch.autograd.Function):
 
 
 def test_those_of_other_libraries_is_refused() -> None:
-    with pytest.raises(CaptureError, match="OwnCheckpoint .* is given a function to call") as error:
+    with pytest.raises(CaptureError, match="OwnCheckpoint .* is given a function or module") as error:
         capture_call(Checkpointed(OwnCheckpoint.apply), (torch.randn(3, 5, 8),))
     assert "capture/test_checkpointing.py" in str(error.value) and "self.own(layer, x)" in str(error.value)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -294,10 +295,23 @@ def test_functions_that_take_functions() -> None:
         def backward(ctx: Any, grad: Tensor) -> Any:
             return None, grad
 
-    with refused("<__qualname__> (<__module__>) is given a function to call"):
+    with refused("<__qualname__> (<__module__>) is given a function or module"):
         call(lambda m, x: Call.apply(m.lin, x))
     works(lambda m, x: m.lin(x))
     works(lambda m, x: checkpoint.checkpoint(m.lin, x, use_reentrant=True))
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, of: Any) -> Tensor:
+            return x * (of.in_features if isinstance(of, nn.Module) else of)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return 2 * grad, None
+
+    with refused("<__qualname__> (<__module__>) is given a function or module"):
+        call(lambda m, x: Doubled.apply(m.lin(x), m.lin))
+    works(lambda m, x: Doubled.apply(m.lin(x), m.lin.in_features))
 
 
 def test_code_that_stays_eager() -> None:
@@ -358,6 +372,20 @@ def test_an_argument_that_forward_changes() -> None:
     with refused("forward changes its argument <name>, a <kind>"):
         call(changes, seen={})
     works(copies, seen={})
+
+    def assigns(block: Block, x: Tensor, batch: Batch, copied: bool = False) -> Any:
+        batch = copy.copy(batch) if copied else batch
+        batch.x = block.lin(x)
+        return batch.x
+
+    with refused("forward changes its argument <name>, a <kind>"):
+        call(assigns, batch=Batch(X))
+    works(assigns, batch=Batch(X), copied=True)
+
+
+@dataclass
+class Batch:
+    x: Tensor
 
 
 class Packs(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,19 @@ def _a_factor(losses: Tensor, mask: Tensor) -> Tensor:
 def code_asks_whether_there_are_rows_and_does_something_else_for_none(loop: Loop) -> None:
     for code in (_mean_or_nothing, _left_out, _another_way, _at_least_one, _a_factor):
         with_some_rows_and_none(loop, OfChosen(code))
+
+
+@situation("https://github.com/huggingface/transformers/issues/34048")
+def functions_of_math_of_numbers(loop: Loop) -> None:
+    """A perplexity, a level in dB; those of plain numbers are Python's own."""
+
+    def returned(m: Any, h: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(h, y)
+        m.rms = math.sqrt(h.square().mean().item())
+        return loss, {"perplexity": math.exp(loss.item()), "dB": 10 * math.log10(loss.item()), "k": math.log(len(h[0]))}
+
+    model = train(loop, returned)
+    loop.see(rms=model.rms)
 
 
 @situation("https://github.com/pytorch/pytorch/issues/115774")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -150,3 +151,44 @@ def a_part_of_a_buffer_is_written_through_data(loop: Loop) -> None:
 @situation(HIDDEN)
 def a_buffer_is_overwritten_under_no_grad(loop: Loop) -> None:
     trains(loop, OverwrittenUnderNoGrad())
+
+
+class Result:
+    """A result of the user's own class."""
+
+    def __init__(self, loss: Tensor, parts: dict[str, Any]) -> None:
+        self.loss, self.parts, self.name = loss, parts, "result"
+
+    def total(self) -> Tensor:
+        return self.loss + self.parts["out"].square().mean()
+
+
+class Actor(Net):
+    """Returns distributions, as actors and variational encoders do, a SimpleNamespace and an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.up(x).relu()
+        out = self.down(h)
+        actions = torch.distributions.Normal(out, torch.nn.functional.softplus(self.down.bias).expand_as(out))
+        result = Result(out.square().sum(), {"out": out, "rows": len(x), "inner": SimpleNamespace(h=h, dtype=h.dtype)})
+        return SimpleNamespace(actions=actions, choice=torch.distributions.Categorical(logits=out)), result
+
+
+@situation("https://github.com/pytorch/rl/issues/785")
+def objects_and_distributions_are_returned(loop: Loop) -> None:
+    model = loop.model(Actor())
+    for rows in (4, 3):
+        out, result = model(torch.randn(rows, 8))
+        loop.see(
+            kinds=[type(x).__name__ for x in (out, out.actions, out.choice, result, result.parts["inner"])],
+            values=(
+                result.parts["rows"],
+                result.name,
+                result.parts["inner"].dtype,
+                out.choice.logits,
+                out.actions.mean,
+            ),
+        )
+        loss = result.total() - out.actions.log_prob(torch.ones(rows, 6)).mean() + result.parts["inner"].h.mean()
+        (loss - out.choice.entropy().mean() + out.choice.log_prob(torch.arange(rows)).sum()).backward()
+        loop.see_gradients(model)

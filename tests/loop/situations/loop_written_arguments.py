@@ -309,3 +309,14 @@ def rows_of_each_rank_are_written(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss, total=total, x=loop.mean(x.sum(0)) * loop.parts)
     loop.see_gradients(model)
+
+
+@situation(LEAF)
+def a_leaf_is_written_where_no_gradient_is_wanted(loop: Loop) -> None:
+    """Under no_grad, from the first call on, whose training form decides how the model is cut."""
+    model, x = loop.model(Net(lambda x, other: x.mul_(2))), torch.randn(4, 6, requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            loop.see(loss=model(x), x=x)
+    model(torch.randn(4, 6)).backward()
+    loop.see_gradients(model)

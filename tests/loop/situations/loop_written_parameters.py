@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,32 @@ class CodesAndLoss(Codes):
 @situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
 def codes_with_a_loss_outside(loop: Loop) -> None:
     trained(loop, CodesAndLoss())
+
+
+class ByPointer(Contrast):
+    """The queue is a ring: a pointer in a buffer says where the keys go."""
+
+    def __init__(self) -> None:
+        super().__init__(assigned)
+        self.register_buffer("queue", F.normalize(torch.randn(12, 4), dim=1))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        begin, n = int(self.pointer), keys.shape[0]
+        assert len(self.queue) % n == 0
+        self.queue[begin : begin + n] = keys
+        self.pointer[0] = (begin + n) % len(self.queue)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        queries, keys = F.normalize(self.query(a), dim=1), F.normalize(self.key(b), dim=1).detach()
+        scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().detach().T], 1)
+        self.enqueue(keys)
+        return F.cross_entropy(scores / 0.2, torch.zeros(len(a), dtype=torch.long))
+
+
+@situation(MOCO)
+def a_queue_is_written_at_a_pointer(loop: Loop) -> None:
+    """Also with gc.freeze(), after which the garbage collector does not know the code whose numbers are traced."""
+    gc.freeze()
+    trained(loop, ByPointer())
