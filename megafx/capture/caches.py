@@ -80,9 +80,9 @@ class Record:
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
-    def object(self, one: Callable[[Any], Any]) -> Any:
+    def instance(self, one: Callable[[Any], Any]) -> Any:
         """A new object. one: makes a value that of the user."""
-        made = self.kind.__new__(self.kind)
+        made: Any = SimpleNamespace() if self.kind is SimpleNamespace else object.__new__(self.kind)
         vars(made).update(zip(self.names, map(one, self.values), strict=True))
         return made
 
@@ -152,7 +152,7 @@ pytree.register_pytree_node(
 pytree.register_pytree_node(
     Record,
     lambda r: ([*r.values], (r.kind, r.names)),
-    lambda values, of: Record(*of, tuple(values)),
+    lambda values, of: Record(of[0], of[1], tuple(values)),
     flatten_with_keys_fn=lambda r: (
         [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
         (r.kind, r.names),
@@ -307,7 +307,7 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments:
         if isinstance(value, Shape):
             return torch.Size(value.sizes)
         if isinstance(value, Record):
-            return value.object(every)
+            return value.instance(every)
         return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
 
     def every(tree: Any) -> Any:

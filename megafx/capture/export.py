@@ -157,16 +157,17 @@ def capture_call(
                 continue
             assert program.call is not None
             if general is not None and general.call and general.call.prove(small, program.call) and served(general):
-                program = general
+                serving = general
                 break
+            serving = program
             if few <= constant or served(program):
                 break
             small = program.call.undecided(args, kwargs, loss_inputs)
             general = program if small else None
             constant |= small.keys() or few
-    for each in warned[id(program)]:
+    for each in warned[id(serving)]:
         each.show()
-    return program
+    return serving
 
 
 def sizes_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:

@@ -48,7 +48,7 @@ class Warned:
 
     def note(self) -> str:
         return (
-            f"{os.path.basename(self.file)}:{self.line}: forward warns ({self.category.__name__}: {self.text}): it is shown when "
+            f"{os.path.basename(self.file)}:{self.line}: forward warns ({self.category.__name__}: {self.text}): shown when "
             "a graph is captured, and not in each call"
         )
 

@@ -19,7 +19,8 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "forward writes into its argument '<own>', which s": "loop/situations/loop_written_arguments.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",
     "fp8 on <name>: its products need <needed>": "passes/backward/test_scaled_products.py",
-    "torch.autograd.grad with respect to the output '": "loop/situations/loop_hooks_on_outputs.py",
+    "torch.autograd.grad or backward(inputs=...) with": "loop/situations/loop_hooks_on_outputs.py",
+    "<__name__>.step() of a parameter ('<name>') that": "dist/on_ranks/call_forms.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [
