@@ -394,8 +394,6 @@ def logical_of(
             continue
         if placement.is_shard:
             found.outputs[output.name] = torch.cat(parts, placement.dim)
-        elif placement.kind == "P" and not batch.reduced:
-            found.outputs[output.name] = torch.stack(parts).sum(0)
         elif batch.whole:
             _check_same(parts, f"output '{output.name}'", "whole")
     for i, output in enumerate(program.outputs):

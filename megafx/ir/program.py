@@ -121,11 +121,10 @@ class Fusion:
 class Batch:
     """How the batch is cut over the data-parallel ranks (`place_axes`).
 
-    outputs: placement of each forward result on that axis; what has a gradient is R or S. Users' losses, of which each rank
-    has one, are averaged. summed: gradients of the ranks are to be added, since those of the outputs are divided by the number
-    of ranks (there is a loss in the graph); else they are averaged. equal: the graph relies on batches of equal shapes. whole:
-    values were typed, and draws are parts of one mask. reduced: outputs and gradients are those of all ranks (`data_parallel`
-    has run).
+    outputs: placement of each forward result on that axis: R or S. summed: gradients of the ranks are to be added, since those
+    of the outputs are divided by the number of ranks (there is a loss in the graph); else they are averaged, as are the losses
+    that users compute, one on each rank. equal: the graph relies on batches of equal shapes. whole: values were typed, and
+    draws are parts of one mask. reduced: gradients are those of all ranks (`data_parallel` has run).
     """
 
     ranks: int

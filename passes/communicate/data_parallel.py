@@ -1,8 +1,8 @@
-"""Add the collectives of the data-parallel axis that come last: sums of gradients, of the loss and of counts.
+"""Add the collectives of parameters' gradients on the data-parallel axis.
 
 Before:  return loss, ..., %da, %db                   # of this rank's rows
 After:   %c = cat([%db.view(-1), %da.view(-1)]); %s = all_reduce(%c, 'dp'); ...; %w = wait_tensor(%s)
-         return sum of loss, ..., %w[n:].view(a's shape), %w[:n].view(b's shape)
+         return loss, ..., %w[n:].view(a's shape), %w[:n].view(b's shape)
 Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
 
@@ -26,12 +26,12 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
-from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program
+from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
-from megafx.placements.moves import apply_transition, to_stacked
-from megafx.placements.types import P, Placement
+from megafx.placements.moves import to_stacked
+from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -47,7 +47,6 @@ def data_parallel(program: Program, planner: Planner) -> int:
     if planner.data is None:
         return 0
     adder = _Adder(program, planner.data, planner.t, planner.solved.params)
-    adder.sum_outputs()
     if planner.gradients in ("reduce", "add"):
         adder.reduce_gradients()
     program.batch = replace(adder.batch, reduced=True)
@@ -75,34 +74,6 @@ class _Adder:
         self.program, self.data, self.batch, self.t, self.stored = program, data, program.batch, t, stored
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.count = 0
-
-    def move(self, node: fx.Node, dst: str, before: fx.Node, origin: fx.Node) -> fx.Node:
-        """P -> dst on the axis of all data-parallel ranks, written out in front of `before`."""
-        ops = NodeOps(self.program, before, self.sizes, BATCH_AXIS, NAME)
-        ops.build.origin = origin
-        self.count += 1
-        made: fx.Node = apply_transition(node, "P", dst, [], [], self.data.ranks, ops)
-        return made
-
-    # -- values
-
-    def sum_outputs(self) -> None:
-        """Outputs that are sums over a rank's rows become those over all: the loss, counts. A buffer that each rank computes
-        of its own rows becomes rank 0's, which DistributedDataParallel sends too: ranks keep equal buffers."""
-        output, results = self.program.output_node(), list(self.program.results())
-        made: dict[fx.Node, fx.Node] = {}
-        for i, placement in enumerate(self.batch.outputs):
-            node = results[i]
-            own = not self.batch.whole and self.program.outputs[i].kind == "mutation"
-            if (placement == P or own) and isinstance(node, fx.Node):
-                if node not in made:
-                    build = Builder(self.program, output, node, NAME)
-                    part = build(mfx.rank0_only.default, node, BATCH_AXIS) if own else node
-                    made[node] = self.move(part, "I", output, node)
-                    if PLACEMENT in node.meta:
-                        made[node].meta[PLACEMENT] = node.meta[PLACEMENT]
-                results[i] = made[node]
-        output.args = (tuple(results),)
 
     # -- gradients of parameters
 
@@ -171,7 +142,10 @@ class _Adder:
         joined = last if len(bucket) == 1 else join_flat(build, values, values)
         if not self.batch.summed:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
-        total = self.move(joined, "I", where, last)
+        ops = NodeOps(self.program, where, self.sizes, BATCH_AXIS, NAME)
+        ops.build.origin = last
+        total = ops.all_reduce(joined)
+        self.count += 1
         if len(bucket) == 1:
             return [_marked(total)]
         build = Builder(self.program, self.program.output_node(), last, NAME)

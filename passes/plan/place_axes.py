@@ -11,7 +11,7 @@ localize_shapes writes an op for its part. The result is canonical again: to the
 
 The types are R, S(d) and P as in placements/types.py, on the sizes of the whole. They are derived, not searched: of the rows of
 an op's rule, the one that its operands fit with the fewest sums. A sum that an op needs whole (a count of labels), or that
-leaves the graph with a gradient, gets a transition P -> R, whose backward sums the gradients that the ranks have for it. So
+leaves the graph, gets a transition P -> R, whose backward sums the gradients that the ranks have for it. So
 outputs are R or S, and what users compute of them may differ from rank to rank. A value that depends on no input and has the
 dim that is cut (an expanded position table) is the same all along it: a shard too. A draw says that its rows are one rank's of
 many. An op that needs parts of other ranks is an error that names it.
@@ -38,7 +38,6 @@ from megafx.ir.program import (
     Phase,
     Program,
     ancestors,
-    differentiable_outputs,
     located,
     tensors_of,
 )
@@ -101,6 +100,7 @@ def place_axes(program: Program, planner: Planner) -> int:
     for policy in policies(planner):
         if planner.config.data_parallel_loss == "average":
             program.batch = Batch(policy.ranks, (R,) * len(program.outputs), False, False, False)
+            changes += _share_buffers(program, policy)
             continue
         symbol = program.sizes.symbols.get(policy.symbol)
         if symbol is None:
@@ -111,6 +111,20 @@ def place_axes(program: Program, planner: Planner) -> int:
         typer = _Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()
     return changes
+
+
+def _share_buffers(program: Program, policy: Policy) -> int:
+    """A buffer that each rank computes of its own rows becomes rank 0's, which DistributedDataParallel sends too: ranks keep
+    equal buffers. Returns their number."""
+    output, results, count = program.output_node(), list(program.results()), 0
+    for i, (node, spec) in enumerate(zip(results, program.outputs, strict=True)):
+        if spec.kind == "mutation" and isinstance(node, fx.Node):
+            build = Builder(program, output, node, NAME)
+            part = build(ops.transition.default, node, "R", "P", [], [], policy.axis, policy.ranks)
+            results[i] = build(ops.transition.default, part, "P", "R", [], [], policy.axis, policy.ranks)
+            count += 1
+    output.args = (tuple(results),)
+    return count
 
 
 class WholeSizes(Sizes):
@@ -184,10 +198,10 @@ class _Typer:
                 self.facts[node] = self._typed(node)
         losses = [spec.loss for spec in self.program.outputs]
         kinds = []
-        results, differentiable = list(self.program.results()), {*differentiable_outputs(self.program)}
+        results = list(self.program.results())
         for i, (node, spec) in enumerate(zip(results, self.program.outputs, strict=True)):
             fact = self.facts.get(node) if isinstance(node, fx.Node) else None
-            if fact == P and (i in differentiable or spec.kind == "mutation"):
+            if fact == P:
                 results[i], fact = self._move(node, P, R), R
             if spec.kind == "mutation" and fact is not None and fact != R:
                 raise self._error(node, f"what becomes of buffer '{spec.name}' is {_say(fact)}")
