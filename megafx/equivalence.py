@@ -411,10 +411,10 @@ def _check_parts(program: Program, values: Mapping[str, Any], data: DataAxis) ->
     if program.batch is None or not program.batch.whole:
         found = "with data_parallel_loss='average' ranks compute no loss of one batch"
         raise UsageError(found, fix="leave it at 'batch', or verify {'tp': ...} alone")
-    for node, spec in program.input_nodes():
-        dim = simulate.rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
-        if dim is not None and values[spec.name].shape[dim] % data.ranks:
-            found = f"'{spec.name}' has {values[spec.name].shape[dim]} rows, which {data.ranks} ranks cannot share out equally"
+    for name, placement in program.batch.inputs.items():
+        rows = values[name].shape[placement.dim]
+        if rows % data.ranks:
+            found = f"'{name}' has {rows} rows, which {data.ranks} ranks cannot share out equally"
             raise UsageError(found, fix=f"give example_inputs with {2 * data.ranks} rows")
 
 

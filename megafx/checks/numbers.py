@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megafx.checks.simulate import TOLERANCE, Logical, relative_error, rows_dim, run_logical
+from megafx.checks.simulate import TOLERANCE, Logical, relative_error, run_logical
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program
 from megafx.ops.axes import AxisContext, on_mesh
@@ -53,8 +53,8 @@ class NumberCheck:
         if program.batch is not None and program.batch.whole and self.parts == 1:
             self.parts = program.batch.ranks  # from now on the batch is that of all data-parallel ranks
             for node, spec in program.input_nodes():
-                dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
-                if dim is not None:
+                if spec.name in program.batch.inputs:
+                    dim = program.batch.inputs[spec.name].dim
                     self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, self.parts)
             self.expected = run_logical(self.before, self.values, {}, 1)
         try:

@@ -34,7 +34,7 @@ from megafx.ir.sizes import symbol_sources
 from megafx.ops.axes import Mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Placement, dual, nested
+from megafx.placements.types import I, Placement, R, dual, nested
 
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
@@ -123,6 +123,9 @@ class _Lockstep:
                         module=fqn_of(node),
                         source=source_of(node),
                     )
+            if node.target in SENDS_MEMORY and not all(a[0].is_contiguous() for a in theirs):
+                found = f"%{node.name} ({node.target}) sends the memory of %{node.args[0]}, whose elements do not lie in order"
+                raise PlacementError(found, module=fqn_of(node), source=source_of(node))
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
                 results[rank] = value
@@ -227,6 +230,15 @@ CROSS_RANK: dict[Any, Callable[..., Values]] = {
 }
 
 
+# Of one tensor, which is sent as it lies in memory.
+SENDS_MEMORY = {
+    c10d.all_reduce.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+}
+
+
 # -- logical values in and out
 
 
@@ -321,32 +333,16 @@ def _stored(
     return nested(placements.get(name, I), values[name].shape, t, data.shard_ranks), data.shard_ranks * t
 
 
-def rows_dim(program: Program, value: Any) -> int | None:
-    """The dim of an input that has the batch."""
-    symbol = program.sizes.symbols.get("batch")
-    sizes = value.shape if isinstance(value, Tensor) else ()
-    for dim, n in enumerate(sizes):
-        if isinstance(n, torch.SymInt) and symbol in n.node.expr.free_symbols:
-            return dim
-    return None
-
-
 def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
     """What one data-parallel rank has of the inputs, and of tangents."""
-    assert program.batch is not None
-    if not program.batch.whole:
-        return dict(values)
-    outputs = zip(program.outputs, program.batch.outputs, strict=False)
-    placements = {spec.name: p for spec, p in outputs}
-    dims = {name: p.dim for name, p in placements.items() if p.is_shard}
-    mine = dict(values)
-    for node, spec in program.input_nodes():
-        dim = dims.get(spec.name) if spec.kind == "tangent" else None
-        if spec.kind == "user":
-            dim = rows_dim(program, node.meta[VAL])
-        if dim is not None and spec.name in mine:
-            mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
-        elif spec.kind == "tangent" and placements[spec.name].kind == "R":
+    batch, mine = program.batch, dict(values)
+    assert batch is not None
+    leaves = {spec.name: p for spec, p in zip(program.outputs, batch.outputs, strict=False)}
+    for node, spec in program.input_nodes() if batch.whole else ():
+        placement = leaves[spec.name] if spec.kind == "tangent" else batch.inputs.get(spec.name, R)
+        if placement.is_shard and spec.name in mine:
+            mine[spec.name] = mine[spec.name].chunk(parts, placement.dim)[part].contiguous()
+        elif spec.kind == "tangent" and not placement.is_shard:
             mine[spec.name] = mine.get(spec.name, torch.ones((), dtype=node.meta[VAL].dtype)) / parts
     return mine
 

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from megafx.checks.simulate import rows_dim
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
@@ -63,15 +62,9 @@ def check_types(
 
 def check_batch_types(program: Program) -> None:
     """`check_types` on the axis of the batch, of a program whose values `place_axes` has typed."""
-    batch, sizes = program.batch, program.sizes
-    if batch is None or not batch.whole:
-        return
-    parts = {}
-    for node, spec in program.input_nodes():
-        dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
-        if dim is not None:
-            parts[spec.name] = S(dim, Layout.contiguous(batch.ranks * sizes.of(node.meta[VAL].shape[dim]), batch.ranks))
-    check_types(program, parts, batch.ranks, BATCH_AXIS)
+    batch = program.batch
+    if batch is not None and batch.whole:
+        check_types(program, batch.inputs, batch.ranks, BATCH_AXIS)
 
 
 class _Checker:

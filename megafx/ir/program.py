@@ -121,13 +121,15 @@ class Fusion:
 class Batch:
     """How the batch is cut over the data-parallel ranks (`place_axes`).
 
-    outputs: placement of each forward result on that axis: R or S. summed: gradients of the ranks are to be added, since those
-    of the outputs are divided by the number of ranks (there is a loss in the graph); else they are averaged, as are the losses
-    that users compute, one on each rank. equal: the graph relies on batches of equal shapes. whole: values were typed, and
-    draws are parts of one mask. reduced: gradients are those of all ranks (`data_parallel` has run).
+    inputs: placement on that axis of each input that is cut, by name. outputs: of each forward result: R or S. summed: the
+    gradients of the ranks are to be added, since those of the outputs are divided by their number (there is a loss in the
+    graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
+    of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
+    (`data_parallel` has run).
     """
 
     ranks: int
+    inputs: dict[str, Placement]
     outputs: tuple[Placement, ...]
     summed: bool
     equal: bool

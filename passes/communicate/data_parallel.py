@@ -30,7 +30,7 @@ from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
-from megafx.placements.moves import to_stacked
+from megafx.placements.moves import apply_transition, to_stacked
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 
@@ -144,7 +144,7 @@ class _Adder:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
         ops = NodeOps(self.program, where, self.sizes, BATCH_AXIS, NAME)
         ops.build.origin = last
-        total = ops.all_reduce(joined)
+        total = apply_transition(joined, "P", "I", [], [], self.data.ranks, ops)
         self.count += 1
         if len(bucket) == 1:
             return [_marked(total)]

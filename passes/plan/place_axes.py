@@ -99,7 +99,7 @@ def place_axes(program: Program, planner: Planner) -> int:
     changes = 0
     for policy in policies(planner):
         if planner.config.data_parallel_loss == "average":
-            program.batch = Batch(policy.ranks, (R,) * len(program.outputs), False, False, False)
+            program.batch = Batch(policy.ranks, {}, (R,) * len(program.outputs), False, False, False)
             changes += _share_buffers(program, policy)
             continue
         symbol = program.sizes.symbols.get(policy.symbol)
@@ -210,7 +210,8 @@ class _Typer:
         for node in self.program.graph.nodes:  # the next axis has placements of its own
             node.meta.pop(PLACEMENT, None)
         self.program.graph.eliminate_dead_code()
-        self.program.batch = Batch(self.ranks, tuple(kinds), any(losses), self.equal_batches)
+        parts = {inputs[n].name: fact for n, fact in self.facts.items() if n in inputs and fact != R}
+        self.program.batch = Batch(self.ranks, parts, tuple(kinds), any(losses), self.equal_batches)
         return self.changes
 
     def _found(self, value: torch.Tensor) -> Placement | None:

@@ -62,6 +62,13 @@ def test_a_collective_that_it_does_not_know_is_refused() -> None:
         simulate(traced(c10d.broadcast.default, 0, "tp"), [[x] for x in X])
 
 
+def test_collectives_send_memory_as_it_lies() -> None:
+    """Real ranks send the memory of their operand, whatever its strides say."""
+    turned = [[torch.arange(6.0).view(2, 3).t()] for _ in range(2)]
+    with pytest.raises(PlacementError, match="sends the memory of"):
+        simulate(traced(c10d.all_reduce.default, "sum", "tp"), turned)
+
+
 def test_ranks_that_call_a_collective_differently_are_found() -> None:
     with pytest.raises(PlacementError, match=r"rank 1 calls it with \(3,\)"):
         simulate(traced(c10d.all_reduce.default, "sum", "tp"), [[torch.zeros(4)], [torch.zeros(3)]])
