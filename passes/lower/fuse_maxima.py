@@ -1,13 +1,17 @@
 """The kernel that writes a value leaves its largest magnitude too, for the scale of its cast to FP8.
 
 Before:  %y = glu_packed(%x, None, 'silu'); %a = fp8_amax(%y, -1, cut, layout, axis)
+         %b = glu_packed_backward(%dy, %x, None, 'silu', True); _, %qt, %s = fp8_quantize(%b[2], %a, -1, 'e4m3', ..)
 After:   %r = glu_packed_largest(%x, None, 'silu', cut, layout, axis); %y = %r[0]; %a = %r[1]
+         %b = glu_packed_backward_cast(%dy, %x, None, 'silu', %a); %qt = fp8_transposed(%b[2]); %s = %b[3]
 Legal because: the call is one op after the other, to the bit (kernels/fp8/largest.py), and the largest is of all elements,
 whatever view of the result was read.
 
 It saves reading the value once more. Products, attention and copies leave no largest, and neither do ops whose result ranks
-draw along another axis. It has to run before `call_directly`, and after `overlap_products`, which moves results into memory
-that ranks share.
+draw along another axis. An output that backward recomputes has the largest magnitude that it had in forward: it is cast where
+it is made, if nothing else reads it and no bias is summed.
+
+It has to run before `call_directly`, and after `overlap_products`, which moves results into memory that ranks share.
 """
 
 from __future__ import annotations
@@ -15,17 +19,24 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
+import megafx.kernels.activation.activation  # noqa: F401  registers the ops
 from megafx.ir.nodes import RESHAPES, behind, changed_copy
 from megafx.ir.program import VAL, Phase, Program, inherit
 from megafx.kernels.fp8.largest import giving_largest
-from megafx.kernels.fp8.quantize import amax
+from megafx.kernels.fp8.quantize import amax, quantize, transposed
 from megafx.placements.moves import same_size
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "fuse_maxima"
+ops = torch.ops.megafx
+_CASTING = {
+    ops.bias_act_backward.default: ops.bias_act_backward_cast.default,
+    ops.glu_packed_backward.default: ops.glu_packed_backward_cast.default,
+}
 
 
 def fuse_maxima(program: Program, planner: Planner) -> int:
@@ -38,7 +49,9 @@ def fuse_maxima(program: Program, planner: Planner) -> int:
 
 
 def _fused(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    gm, casts = changed_copy(gm, _cast_again)
     gm, changes = changed_copy(gm, _fuse)
+    changes += casts
     if changes:
         gm.graph.lint()
         gm.recompile()
@@ -65,6 +78,43 @@ def _fuse(found: fx.Node) -> bool:
     largest = _item(producer, count, found.meta[VAL])
     found.replace_all_uses_with(largest)
     found.graph.erase_node(found)
+    return True
+
+
+def _cast_again(cast: fx.Node) -> bool:
+    """The cast of what a gradient op recomputes."""
+    if cast.target is not quantize or cast.args[2:5] != (-1, "e4m3", False):
+        return False
+    x: Any = cast.args[0]
+    value: Any = behind(x, RESHAPES)
+    producer = value.args[0] if value.target is operator.getitem and value.args[1] == 2 else value
+    largest: Any = cast.args[1]
+    target = _CASTING.get(producer.target)
+    if target is None or producer.kwargs or not producer.args[4] or not largest < producer:
+        return False
+    if producer.args[2] is not None:  # with sums for a bias the kernel has no registers left (156 on sm_90, for 124)
+        return False
+    chain = [x]
+    while chain[-1] is not value:
+        chain.append(chain[-1].args[0])
+    if any(len(n.users) > 1 for n in chain):
+        return False
+    (dx, dbias, _), scale = producer.meta[VAL], cast.meta[VAL][2]
+    for node in chain:
+        node.meta[VAL] = node.meta[VAL].to(torch.uint8)
+    producer.target, producer.args = target, (*producer.args[:4], largest)
+    producer.meta[VAL] = (dx, dbias, value.meta[VAL], scale)
+    with cast.graph.inserting_before(cast):
+        turned = inherit(cast.graph.call_function(transposed, (x,)), cast, NAME)
+    turned.meta[VAL] = cast.meta[VAL][1]
+    made = (x, turned, _item(producer, 3, scale))
+    items: list[Any] = list(cast.users)
+    for item in items:
+        item.replace_all_uses_with(made[item.args[1]])
+        cast.graph.erase_node(item)
+    cast.graph.erase_node(cast)
+    if not turned.users:
+        cast.graph.erase_node(turned)
     return True
 
 

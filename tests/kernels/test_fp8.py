@@ -231,6 +231,18 @@ def largest_checks():
                 if DEVICE == "cuda":
                     for _ in range(3):  # run, recorded, repeated
                         assert torch.equal(call(*args, *WHOLE)[-1], wanted), name
+        for h, name, biased in ((40, "bias_act", True), (600, "bias_act", False), (40, "glu_packed", True)):
+            packed = 2 * h if "glu" in name else h
+            y, x, bias = new(3, h), new(3, packed), new(packed) if biased else None
+            plain = getattr(ops, f"{name}_backward").default
+            dx, dbias, again = largest_of.launcher_of(plain)(y, x, bias, "silu", True)
+            amax = kernels.amax(again, -1, *WHOLE) * 1.5
+            q, _, scale = kernels.quantize(again, amax, -1, "e4m3", False, True, False)
+            cast_op = getattr(ops, f"{name}_backward_cast").default
+            found = largest_of.launcher_of(cast_op)(y, x, bias, "silu", amax)
+            for a, b in zip(found, (dx, dbias, q, scale), strict=True):
+                assert torch.equal(a, b), (name, dtype, h)
+        x, y = new(2, 8), new(2, 8)
         x[0, 0] = float("nan")
         with maxima_triton.asking(0) as wanted:
             plain = largest_of.launcher_of(ops.glu.default)(x, y, "silu")

@@ -17,21 +17,25 @@ dtype is read as it is. Saved: the operands; u and the activation are computed a
 rows with a stride are read as they lie.
 
 Backward gives y once more, bit for bit, if `want_output`: then y need not be kept for the weight gradient of the linear that
-reads it (passes/backward/recompute_activations.py). Results that are not wanted, and dbias without a bias, are empty tensors.
+reads it (passes/backward/recompute_activations.py); or, of a largest magnitude that is known from forward, its cast to e4m3 and
+the scale (`*_backward_cast`, fp8/quantize.py). Results that are not wanted, and dbias without a bias, are empty tensors.
 CPU and fp64: the plain torch below. CUDA: activation_triton.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megafx.ir.facts import real
+from megafx.ir.facts import SampleTensor, real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import check_bias, rows_summed
+from megafx.kernels.fp8.quantize import quantize_reference
 from megafx.rules.families import OpCall, RuleText
 
 aten = torch.ops.aten
@@ -164,6 +168,14 @@ def glu_packed_backward_reference(
     return dx.to(x.dtype), dbias, y
 
 
+def cast_reference(backward: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A backward whose last result is cast. args: its own but for `want_output`, then `largest`."""
+    *given, largest = args
+    dx, dbias, y = backward(*given, True)
+    q, _, scale = quantize_reference(y.reshape(-1, y.shape[-1]), largest, -1, "e4m3", False, True, False)
+    return dx, dbias, q.view(y.shape), scale
+
+
 # -- ops
 
 
@@ -244,6 +256,42 @@ define_op(
     largest=(0,),
     fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), half(x) if want else x.new_empty(0)),
 )
+
+
+def _cast_rule(call: OpCall) -> RuleText:
+    bias = call.get("bias") is not None
+    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
+    results = f"... {wide}; {wide if bias else '*'}; ~... h; ~"
+    return RuleText(f"nl[0]: ... h, ... {wide}, {wide}, ~ -> {results}", why=why, reads={2: (1, 2, 3), 3: (3,)})
+
+
+_LARGEST = SampleTensor((), "n", low=1)
+define_op(
+    "bias_act_backward_cast(Tensor grad, Tensor x, Tensor? bias, str act, Tensor largest)"
+    " -> (Tensor dx, Tensor dbias, Tensor q, Tensor scale)",
+    rule=_cast_rule,
+    samples=[(real(4, 6), real(4, 6), None, "silu", _LARGEST)],
+    reference=partial(cast_reference, bias_act_backward_reference),
+    triton="activation.activation_triton:bias_act_backward_cast",
+    largest=(0,),
+    ends=True,
+    fake=lambda grad, x, bias, act, largest: (
+        new_like(x), bias_like(x, bias), new_like(x, torch.uint8), torch.empty_like(largest)
+    ),
+)  # fmt: skip
+define_op(
+    "glu_packed_backward_cast(Tensor grad, Tensor x, Tensor? bias, str act, Tensor largest)"
+    " -> (Tensor dx, Tensor dbias, Tensor q, Tensor scale)",
+    rule=_cast_rule,
+    samples=[(real(4, 6), real(4, 12), real(12), "gelu_quick", _LARGEST)],
+    reference=partial(cast_reference, glu_packed_backward_reference),
+    triton="activation.activation_triton:glu_packed_backward_cast",
+    largest=(0,),
+    ends=True,
+    fake=lambda grad, x, bias, act, largest: (
+        new_like(x), bias_like(x, bias), new_like(half(x), torch.uint8), torch.empty_like(largest)
+    ),
+)  # fmt: skip
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

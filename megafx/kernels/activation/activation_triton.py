@@ -42,6 +42,8 @@ from megafx.kernels.common.tiles_triton import (
     tile_flags,
     tile_of,
 )
+from megafx.kernels.fp8.quantize import LEAST, TOP
+from megafx.kernels.fp8.quantize_triton import byte_of, quantize, scale_of
 
 # -- functions of fp32 values
 
@@ -174,19 +176,26 @@ def _backward(
     bias,  # [columns] IN, GATED: [2 * columns]; read if BIAS
     dgate,  # [rows, columns] OUT, contiguous; PACKED: [rows, 2 * columns], both gradients
     dup,  # [rows, columns] OUT, contiguous; written if GATED and not PACKED
-    y,  # [rows, columns] OUT, contiguous; written if AGAIN
+    y,  # [rows, columns] OUT, contiguous; written if AGAIN; uint8 if CAST
     partials,  # [grid 1, columns] fp32 OUT, GATED: [grid 1, 2 * columns]; written if BIAS
     largest,  # [programs] int32 OUT, of dgate and dup together; written if LARGEST
+    amax,  # [] fp32 IN, of y; read if CAST
+    scale,  # [] fp32 OUT, of y in e4m3; written if CAST
     rows, columns, grad_stride, gate_stride, up_stride,
     GATED: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr,
     PRECISE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, AGAIN: tl.constexpr, LARGEST: tl.constexpr,
+    CAST: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     out_stride = columns
     if PACKED:
         up = gate + columns
         dup = dgate + columns
         out_stride = 2 * columns
+    if CAST:
+        s, inverse = scale_of(tl.load(amax + tl.zeros([1], tl.int32)), TOP, LEAST, False)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale + tl.zeros([1], tl.int32), s)
     if BIAS:
         block = tl.program_id(0)
         if GATED:
@@ -223,6 +232,8 @@ def _backward(
                 again = activate(a, ACT, FAST, PRECISE)
                 if GATED:
                     again = again * b
+                if CAST:
+                    again = byte_of(again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False)
                 tl.store(y + row * columns + column[None, :], again.to(y.dtype.element_ty), mask=inside)
         at = partials + tl.program_id(1).to(tl.int64) * (2 * columns if GATED else columns) + column
         tl.store(at, tl.sum(gate_sum, 0), mask=within)
@@ -253,6 +264,8 @@ def _backward(
             again = activate(a, ACT, FAST, PRECISE)
             if GATED:
                 again = again * b
+            if CAST:
+                again = byte_of(again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False)
             tl.store(y + row * columns + column, again.to(y.dtype.element_ty), mask=inside)
 
 
@@ -302,8 +315,14 @@ def _run_forward(y: Tensor, operands: _Operands) -> Tensor:
     return y
 
 
-def _run_backward(grad: Tensor, operands: _Operands, dgate: Tensor, dup: Tensor | None, y: Tensor | None) -> Tensor:
-    """Fills dgate and dup (packed: dgate alone), and y if given; returns dbias, [0] without a bias."""
+def _run_backward(
+    grad: Tensor, operands: _Operands, dgate: Tensor, dup: Tensor | None, y: Tensor | None,
+    cast: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Fills dgate and dup (packed: dgate alone), and y if given; returns dbias, [0] without a bias.
+
+    cast: y becomes e4m3; its largest magnitude, and its scale, to be filled.
+    """
     bias = operands.bias
     g, rows, columns, grad_stride = as_rows(grad)
     if grad_stride == columns and operands.one_row(columns):
@@ -317,12 +336,13 @@ def _run_backward(grad: Tensor, operands: _Operands, dgate: Tensor, dup: Tensor 
         blocks, partials = partials_of(tile, rows, columns, grad, 2 if operands.gated else 1)
         grid = (blocks, partials.shape[0])
     unused, largest = operands.gate.data, asked(0, grid[0] * grid[1], dgate)
+    amax, scale = (unused, unused) if cast is None else cast
     launch(
         _backward, grid, dgate,
         g, *operands.pointers(), dgate, unused if dup is None else dup, unused if y is None else y, partials,
-        unused if largest is None else largest, rows, columns, grad_stride, *operands.strides(),
-        STAGES=STAGES, AGAIN=y is not None, LARGEST=largest is not None,
-        **operands.flags(columns, tile, dgate.dtype == torch.float32),
+        unused if largest is None else largest, amax, scale, rows, columns, grad_stride, *operands.strides(),
+        CAST=cast is not None, TOP=TOP["e4m3"], LEAST=LEAST, STAGES=STAGES, AGAIN=y is not None,
+        LARGEST=largest is not None, **operands.flags(columns, tile, dgate.dtype == torch.float32),
     )  # fmt: skip
     return dgate.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 
@@ -343,6 +363,30 @@ def bias_act_backward(
     dx, y = new_like(x), new_like(x) if want_output else None
     dbias = _run_backward(grad, _Operands(as_rows(x), None, bias, act, False), dx, None, y)
     return dx, dbias, x.new_empty(0) if y is None else y
+
+
+def bias_act_backward_cast(
+    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _cast_backward(
+        grad, _Operands(as_rows(x), None, bias, act, False), new_like(x), new_like(x, torch.uint8), largest
+    )
+
+
+def glu_packed_backward_cast(
+    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _cast_backward(grad, _packed(x, bias, act), new_like(x), new_like(half(x), torch.uint8), largest)
+
+
+def _cast_backward(
+    grad: Tensor, operands: _Operands, dx: Tensor, q: Tensor, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = torch.empty((), dtype=torch.float32, device=dx.device)
+    if not dx.numel():  # no kernel runs, but the scale is of all ranks
+        scale = quantize(dx.view(-1, 1), largest, -1, "e4m3", False, True, False)[2]
+    dbias = _run_backward(grad, operands, dx, None, q, (largest, scale))
+    return dx, dbias, q, scale
 
 
 def glu(gate: Tensor, up: Tensor, act: str) -> Tensor:

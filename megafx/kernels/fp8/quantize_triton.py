@@ -136,7 +136,7 @@ def amax_both(x: Tensor, cut: int, layout: Sequence[int], axis: str) -> tuple[Te
 
 
 @triton.jit
-def _scale(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
+def scale_of(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
     """amax -> s and 1 / s."""
     s = tl.div_rn(tl.where(found < LEAST, LEAST, found), tl.full(found.shape, TOP, tl.float32))
     if POWER:  # the mantissa rounded up into the exponent
@@ -148,7 +148,7 @@ def _scale(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def _byte(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr):
+def byte_of(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr):
     value = tl.where(value > TOP, TOP, tl.where(value < -TOP, -TOP, value))  # a NaN stays
     if WIDE_RANGE:
         return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -174,26 +174,28 @@ def _quantize(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if KEPT == 0 or KEPT == 2:
-        s, inverse = _scale(tl.load(largest + row, mask=row < rows, other=0.0), TOP, LEAST, POWER)
+        s, inverse = scale_of(tl.load(largest + row, mask=row < rows, other=0.0), TOP, LEAST, POWER)
         if tl.program_id(1) == 0:
             tl.store(scale + row, s, mask=row < rows)
-        byte = _byte(value * inverse[:, None], TOP, WIDE_RANGE)
+        byte = byte_of(value * inverse[:, None], TOP, WIDE_RANGE)
         turned_byte = byte
         if KEPT == 2:  # the transpose has scales of its own
-            s, inverse = _scale(tl.load(largest_columns + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
+            s, inverse = scale_of(
+                tl.load(largest_columns + column, mask=column < columns, other=0.0), TOP, LEAST, POWER
+            )
             if tl.program_id(0) == 0:
                 tl.store(scale_columns + column, s, mask=column < columns)
-            turned_byte = _byte(value * inverse[None, :], TOP, WIDE_RANGE)
+            turned_byte = byte_of(value * inverse[None, :], TOP, WIDE_RANGE)
     else:
         if KEPT == 1:
-            s, inverse = _scale(tl.load(largest + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
+            s, inverse = scale_of(tl.load(largest + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
             if tl.program_id(0) == 0:
                 tl.store(scale + column, s, mask=column < columns)
         else:
-            s, inverse = _scale(tl.load(largest + tl.zeros([1], tl.int32)), TOP, LEAST, POWER)
+            s, inverse = scale_of(tl.load(largest + tl.zeros([1], tl.int32)), TOP, LEAST, POWER)
             if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
                 tl.store(scale + tl.zeros([1], tl.int32), s)
-        byte = _byte(value * inverse[None, :], TOP, WIDE_RANGE)
+        byte = byte_of(value * inverse[None, :], TOP, WIDE_RANGE)
         turned_byte = byte
     if PLAIN:
         tl.store(q + row.to(tl.int64)[:, None] * columns + column[None, :], byte, mask=inside)

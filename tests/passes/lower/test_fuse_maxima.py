@@ -84,6 +84,41 @@ def test_pads_take_no_part() -> None:
         assert torch.equal(y, x.relu()) and float(largest) == wanted
 
 
+@pytest.mark.parametrize("orientations", [(True, True), (False, True)])
+@pytest.mark.parametrize("name", ["bias_act", "glu_packed"])
+def test_an_output_that_is_made_again_is_cast_where_it_is_made(name: str, orientations: tuple[bool, bool]) -> None:
+    width = 16 if name == "glu_packed" else 8
+
+    def function(grad: Tensor, x: Tensor, largest: Tensor) -> tuple[Tensor, ...]:
+        dx, dbias, y = getattr(ops, f"{name}_backward")(grad, x, None, "silu", True)
+        q, qt, scale = ops.fp8_quantize(y.view(6, 8), largest, -1, "e4m3", False, *orientations)
+        return dx, dbias, *((q,) if orientations[0] else ()), qt, scale, ops.fp8_amax(dx.view(6, width), -1, *WHOLE)
+
+    grad, x = torch.randn(2, 3, 8).double(), torch.randn(2, 3, width).double()
+    inputs = {"grad": grad, "x": x, "largest": torch.tensor(3.0).double()}
+    before, after = forward(function, **inputs)
+    made = {c for c in calls(after) if "fp8" in c or "backward" in c}
+    assert made == {f"{name}_backward_cast_largest", "fp8_transposed"}
+    for a, b in zip(after(*inputs.values()), before(*inputs.values()), strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+
+
+def test_an_output_that_others_read_is_made_as_it_is() -> None:
+    """And that of an op with a bias, and one that is cast with scales of rows."""
+
+    def function(grad: Tensor, x: Tensor, bias: Tensor, largest: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for kept, given, scale in ((-1, None, largest), (-1, bias, largest), (0, None, rows)):
+            dx, _, y = ops.bias_act_backward(grad, x, given, "silu", True)
+            found += [dx, ops.fp8_quantize(y, scale, kept, "e4m3", False, True, False)[0]]
+            found += [y.sum()] if kept < 0 and given is None else []
+        return tuple(found)
+
+    values = {"grad": torch.randn(6, 8), "x": torch.randn(6, 8), "bias": torch.randn(8), "largest": torch.tensor(3.0)}
+    before, after = forward(function, **values, rows=torch.rand(6))
+    assert str(after.graph) == str(before.graph)
+
+
 class Gated(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +155,6 @@ def test_a_model(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     verdict = megafx.verify(model.double(), config, example_inputs=(torch.randn(2, 7, 16).double(),), tolerance=1e-10)
     assert verdict.reference == "megafx at t=1" and verdict, str(verdict)
-    assert {"glu_packed_largest", "glu_packed_backward_largest"} <= {*made} and any("norm" in name for name in made), (
-        made
-    )
+    assert {"glu_packed_largest", "glu_packed_backward_cast_largest"} <= {*made} and any(
+        "norm" in name for name in made
+    ), made
