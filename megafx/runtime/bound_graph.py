@@ -145,7 +145,9 @@ class BoundGraph:
         self.tangents = [self.outputs[i].name for i in compiled.differentiated]
         self.reached = program.reached or Reached({}, {})
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
-        self.siblings = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs) if self._users(o.name)}
+        users = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs)}
+        # Those on which most depend come last: users of an output have fewer users than it has.
+        self.siblings = dict(sorted(((i, x) for i, x in users.items() if x[1]), key=lambda item: len(item[1][1])))
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
 
     def _users(self, name: str) -> frozenset[int]:

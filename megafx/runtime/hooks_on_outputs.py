@@ -68,19 +68,20 @@ class Waiting(OrderedDict[int, Any]):
 
 def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]]) -> list[Waiting]:
     """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an
-    output that others depend on, and the indices of those."""
+    output that others depend on, and the indices of those; an output comes after those that depend on it, as autograd calls
+    hooks in the order in which they are set."""
     arrived = Arrived()
-    for index, output in outputs.items():  # before all others: autograd calls them in this order
-        output.register_hook(arrived.at(index))
-    tables = []
     for index, output in outputs.items():
-        if index in watched:
-            name, users = watched[index]
-            table = Waiting(index, name, output)
-            OrderedDict.__setitem__(table, _OURS, arrived.refusing(name, users, table.output))
-            output._backward_hooks = table
-            assert output.grad_fn is not None
-            output.grad_fn._register_hook_dict(output)
+        if index not in watched:
+            output.register_hook(arrived.at(index))
+    tables = []
+    for index, (name, users) in watched.items():
+        if (watched_one := outputs.get(index)) is not None:
+            table = Waiting(index, name, watched_one)
+            OrderedDict.__setitem__(table, _OURS, arrived.at(index, name, users, table.output))
+            watched_one._backward_hooks = table
+            assert watched_one.grad_fn is not None
+            watched_one.grad_fn._register_hook_dict(watched_one)
             tables.append(table)
     return tables
 
@@ -95,8 +96,15 @@ class Arrived:
     def __init__(self) -> None:
         self.run, self.at_outputs = -1, set[int]()
 
-    def at(self, index: int) -> Callable[[Tensor | None], None]:
-        """The hook of one output. Autograd calls it without a gradient where another output has one."""
+    def at(
+        self,
+        index: int,
+        name: str = "",
+        users: frozenset[int] = frozenset(),
+        watched: weakref.ref[Tensor] | None = None,
+    ) -> Callable[[Tensor | None], None]:
+        """The hook of one output, which autograd calls without a gradient where another output has one. users: of a watched
+        output, those that depend on it."""
 
         def hook(gradient: Tensor | None) -> None:
             if self.run != (run := torch._C._current_graph_task_id()):
@@ -104,16 +112,7 @@ class Arrived:
                 self.at_outputs.clear()
             if gradient is not None:
                 self.at_outputs.add(index)
-
-        return _plain(hook)
-
-    def refusing(
-        self, name: str, users: frozenset[int], watched: weakref.ref[Tensor]
-    ) -> Callable[[Tensor | None], None]:
-        """The hook of an output on which others (users) depend. It runs after those of above."""
-
-        def hook(gradient: Tensor | None) -> None:
-            output = None if self.at_outputs.isdisjoint(users) else watched()
+            output = None if watched is None or self.at_outputs.isdisjoint(users) else watched()
             if output is not None and _is_differentiated_by(output):
                 raise UsageError(
                     f"torch.autograd.grad or backward(inputs=...) with respect to the output '{name}', of what depends on it "
@@ -121,12 +120,8 @@ class Arrived:
                     fix=f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad",
                 )
 
-        return _plain(hook)
-
-
-def _plain(hook: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
-    return hook
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
+        return hook
 
 
 _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
