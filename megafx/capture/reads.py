@@ -13,8 +13,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
+import itertools
 import os
-import random
 import sys
 import threading
 import types
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,17 @@ from megafx.capture.code_names import chains, codes
 from megafx.capture.layerdrop import names_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
-from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
+from megafx.ir.python_state import (
+    ABSENT,
+    PLAIN,
+    Place,
+    generator_state,
+    generator_states,
+    part_name,
+    parts_of,
+    snapshot,
+    states_differ,
+)
 from megafx.ir.source_lines import is_user_file, line_of
 from megafx.ops.eager_call import in_eager_code
 
@@ -90,6 +99,11 @@ class Reads:
         self.latest: dict[str, int] = {}  # name of an attribute's place -> the clock when it was last read
         self.patched: dict[type, dict[str, Any]] = {}
         self.generators: list[tuple[Place, Any]] = []
+        self.iterators: list[tuple[Place, Any]] = []
+        self.advanced: set[int] = set()  # identities of what code has given to `next`
+        self.owners: dict[
+            str, tuple[int, Any]
+        ] = {}  # name of a variable, global or attribute of a class -> key of its place
         self.lists: list[dict[tuple[int, str], tuple[Any, str, Any]]] = []  # see `listing`
         # Called with each object before it is read from, with each place whose value may be changed in place, and with each
         # global, variable or attribute of a class that code in reach may assign to.
@@ -112,7 +126,7 @@ class Reads:
         """Within, reads are noted. start: called once globals are known."""
         self._find_globals()
         start()
-        before = _states()
+        before = generator_states()
         self.on = True
         try:
             yield
@@ -123,9 +137,13 @@ class Reads:
         if any(names_layerdrop(m) for m in self.model.modules()):
             return  # numbers that are compared with it decide nothing: it is 0 while a model is traced (prepare.py)
         for place, state in self.generators:
-            if _generator_state(place.get()) != state:
+            if generator_state(place.get()) != state:
                 raise not_repeatable(f"the generator of '{place.name}'", place.line)
-        if (found := _states_differ(before, _states())) is not None:
+        for place, iterator in self.iterators:
+            if id(iterator) in self.advanced:
+                fix = "count in an attribute (self.n += 1), or give forward what the iterator gives"
+                raise not_repeatable(f"the next value of the iterator '{place.name}'", place.line, fix)
+        if (found := states_differ(before, generator_states())) is not None:
             raise not_repeatable(found, None)
 
     @contextlib.contextmanager
@@ -285,8 +303,10 @@ class Reads:
             self.reached.add(id(value))
             for key, part in found[1].items():
                 self._reach(part, Place(found[0], key, part_name(place.name, value, key), place.line))
-        elif (state := _generator_state(value)) is not None:
+        elif (state := generator_state(value)) is not None:
             self.generators.append((place, state))
+        elif isinstance(value, Iterator):
+            self.iterators.append((place, value))
         elif isinstance(value, (types.FunctionType, _MEMO)):
             self._look_through(value)
         elif isinstance(value, types.MethodType):
@@ -380,7 +400,10 @@ class Reads:
         self.alive.append(function)
         for default in _Default.all_of(function):
             if parts_of(default.value) is not None:
-                at = Place(default, "value", f"the default '{default.name}' of {function.__name__}")
+                name = self._name_of(
+                    (id(function), default.name), f"the default '{default.name}' of {function.__name__}"
+                )
+                at = Place(default, "value", name)
                 self._take((id(default), "value"), at, default.value)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         names = function.__globals__
@@ -394,19 +417,19 @@ class Reads:
                     if first == "globals":  # `globals().get("SCALE")`
                         self._note_named(part, names, where, line)
                 elif kind == "global":
-                    self._note_name(Place(names, first, f"{where}.{first}", line), rest)
+                    self._note_name(self._variable(names, first, f"{where}.{first}", line), rest)
                     found, by_name = names.get(first), not _BY_NAME.isdisjoint(part.co_names)
                     if by_name and isinstance(found, types.ModuleType) and not _library_of(found):
                         self._note_named(part, vars(found), first, line)
                 elif kind == "free" and first in cells:
-                    self._note_name(Place(cells[first], "cell_contents", f"{where}.{first}", line), rest)
+                    self._note_name(self._variable(cells[first], "cell_contents", f"{where}.{first}", line), rest)
                 elif kind == "stored" and first in names:
-                    self.assigned(Place(names, first, f"{where}.{first}", line))
+                    self.assigned(self._variable(names, first, f"{where}.{first}", line))
                 elif kind == "freed" and first in cells:
-                    self.assigned(Place(cells[first], "cell_contents", f"{where}.{first}", line))
+                    self.assigned(self._variable(cells[first], "cell_contents", f"{where}.{first}", line))
                 elif kind == "assigned" and cls is not None:
                     for base in [base for base in cls.__mro__ if not _of_library(base)]:
-                        self.assigned(Place(self._own(base), first, f"{base.__name__}.{first}", line))
+                        self.assigned(self._variable(self._own(base), first, f"{base.__name__}.{first}", line))
             for name in part.co_names if cls is not None else ():
                 self._note_of_class(cls, name, line)
 
@@ -420,7 +443,7 @@ class Reads:
         """Code asks for names by strings, in the globals of a module: those of its strings that may be meant."""
         for name in code.co_consts:
             if isinstance(name, str) and name.isidentifier():
-                self._note_name(Place(names, name, f"{where}.{name}", line), [])
+                self._note_name(self._variable(names, name, f"{where}.{name}", line), [])
 
     def _note_of_class(self, cls: Any, name: str, line: SourceLine) -> None:
         """name: of an attribute, in code of this class's methods. `type(self).calls` is seen by no `__getattribute__`."""
@@ -434,8 +457,16 @@ class Reads:
             self._look_through(method, cls)
         elif isinstance(found, PLAIN) or parts_of(found) is not None:
             for base in bases[: owner + 1]:
-                place = Place(own := self._own(base), name, f"{base.__name__}.{name}", line)
+                place = self._variable(own := self._own(base), name, f"{base.__name__}.{name}", line)
                 self._take((id(own), name), place, place.get())
+
+    def _variable(self, holder: Any, key: Any, name: str, line: SourceLine | None) -> Place:
+        """The place of a variable, by a name that no other place has: variables of several functions are called alike."""
+        return Place(holder, key, self._name_of((id(holder), key), name), line)
+
+    def _name_of(self, key: tuple[int, Any], name: str) -> str:
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        return next(each for each in names if self.owners.setdefault(each, key) == key)
 
     def _own(self, cls: type) -> OwnAttributes:
         return self.classes.setdefault(cls, OwnAttributes(cls))
@@ -519,7 +550,7 @@ class _Names:
         return " ".join(self.attributes)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class _Current:
     """What a context variable holds."""
 
@@ -528,6 +559,10 @@ class _Current:
     @property
     def value(self) -> Any:
         return self.variable.get(ABSENT)
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        self.variable.set(new)
 
 
 @dataclass(frozen=True)
@@ -652,32 +687,12 @@ _BY_NAME = frozenset(["getattr", "hasattr"])
 # -- what cannot be looked at again
 
 
-def _generator_state(value: Any) -> Any:
-    """The state of a generator, or of that which a bound method draws from; None for other values."""
-    if isinstance(value, types.BuiltinMethodType):
-        value = value.__self__
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
-    return repr(value.getstate()) if isinstance(value, random.Random) else None
-
-
 def names_layerdrop(module: nn.Module) -> bool:
     return any(name.endswith("layerdrop") for name in names_of(module))
 
 
-def _states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
+_DRAW = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
 
 
-def _states_differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> str | None:
-    if before[0] != after[0]:
-        return "a random number of Python's `random`"
-    (_, keys, *rest), (_, now, *others) = before[1], after[1]
-    return None if rest == others and np.array_equal(keys, now) else "a random number of numpy"
-
-
-def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
-    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
+def not_repeatable(what: str, line: SourceLine | None, fix: str = _DRAW) -> CaptureError:
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

@@ -1,4 +1,4 @@
-"""Functions that give something else at each call, or set what draws do: a generator of numbers, the clock, a file, a seed.
+"""Functions that give something else at each call, or set what draws do: random numbers, iterators, the clock, a seed.
 
 A graph would have what they gave at capture. While a model is traced they are an error that names the line, but where code that
 is left eager calls them; variables of the environment are guarded (reads.py).
@@ -45,8 +45,23 @@ def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str
     for owner, names in ((torch, _SEEDS), (torch.random, _SEEDS), (torch.cuda, _SEEDS_OF_CUDA)):
         table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
     table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
+    table.append((builtins, "next", _noting(reads), "an iterator that is kept goes on at each call"))
     table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
     return table
+
+
+def _noting(reads: Reads) -> Callable[[Any], Any]:
+    """Of `next`: which iterators go on."""
+
+    def of(old: Any) -> Any:
+        def noting(*args: Any) -> Any:
+            if reads.on and args:
+                reads.advanced.add(id(args[0]))
+            return old(*args)
+
+        return noting
+
+    return of
 
 
 def _refusing_seeds(reads: Reads, name: str) -> Callable[[Any], Any]:

@@ -12,6 +12,7 @@ compared.
 from __future__ import annotations
 
 import ast
+import random
 import re
 import types
 from argparse import Namespace
@@ -338,3 +339,28 @@ def names(places: Sequence[Place]) -> str:
     """'a', 'b' and 3 more."""
     shown = ", ".join(f"'{p.name}'" for p in places[:3])
     return shown if len(places) <= 3 else f"{shown} and {len(places) - 3} more"
+
+
+# -- generators of numbers other than torch's
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator, or of that which a bound method draws from; None for other values."""
+    if isinstance(value, types.BuiltinMethodType):
+        value = value.__self__
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return repr(value.getstate()) if isinstance(value, random.Random) else None
+
+
+def generator_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def states_differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> str | None:
+    if before[0] != after[0]:
+        return "a random number of Python's `random`"
+    (_, keys, *rest), (_, now, *others) = before[1], after[1]
+    return None if rest == others and np.array_equal(keys, now) else "a random number of numpy"

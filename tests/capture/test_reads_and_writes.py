@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ class Calling(nn.Module):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(4, 4), function
-        self.generator, self.history = np.random.default_rng(0), []
+        self.generator, self.history, self.numbers = np.random.default_rng(0), [], itertools.count(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.function(self)
@@ -42,6 +43,7 @@ REFUSED = {
     "random": (lambda model: random.random(), "a random number of Python's `random`"),
     "numpy": (lambda model: float(np.random.rand()), "a random number of numpy"),
     "own generator": (lambda model: float(model.generator.random()), "the generator of 'generator'"),
+    "iterator": (lambda model: next(model.numbers), "the next value of the iterator 'numbers'"),
     "clock": (lambda model: time.time(), "the clock"),
     "file": (lambda model: len(open(__file__).read()), "a file"),  # noqa: SIM115
     "running list": (_extends_and_reads, "forward extends the list 'history' and reads it"),

@@ -307,3 +307,32 @@ def names_that_code_only_tests_stand_for_something_else(loop: Loop) -> None:
     table = nn.functional.relu
     model.eval()
     _step(loop, model)
+
+
+@situation(READS, ranks=(1,))
+def blocks_have_closures_of_their_own(loop: Loop) -> None:
+    """Each block's function has a variable of the same name, which a schedule changes, and so has a context."""
+
+    def scaled(rate: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], None]]:
+        def change(to: float) -> None:
+            nonlocal rate
+            rate = to
+
+        return lambda x: x * rate, change
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.functions = nn.ModuleList(Mlp() for _ in range(3)), [scaled(0.1 * i) for i in range(1, 4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block, (scale, _) in zip(self.blocks, self.functions, strict=True):
+                x = x + scale(block(x)) * GAIN.get()
+            return x
+
+    module = Blocks()
+    model = loop.model(module)
+    for step in range(4):
+        _step(loop, model)
+        for i, (_, change) in enumerate(module.functions):
+            change(0.3 * step + 0.1 * i)
