@@ -141,8 +141,11 @@ class Reads:
                 raise not_repeatable(f"the generator of '{place.name}'", place.line)
         for place, iterator in self.iterators:
             if id(iterator) in self.advanced:
-                fix = "count in an attribute (self.n += 1), or give forward what the iterator gives"
-                raise not_repeatable(f"the next value of the iterator '{place.name}'", place.line, fix)
+                raise CaptureError(
+                    f"forward reads the next value of the iterator '{place.name}': a graph would have the same at every call",
+                    source=place.line,
+                    fix="count in an attribute (self.n += 1), or give forward what the iterator gives",
+                )
         if (found := states_differ(before, generator_states())) is not None:
             raise not_repeatable(found, None)
 
@@ -691,8 +694,6 @@ def names_layerdrop(module: nn.Module) -> bool:
     return any(name.endswith("layerdrop") for name in names_of(module))
 
 
-_DRAW = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
-
-
-def not_repeatable(what: str, line: SourceLine | None, fix: str = _DRAW) -> CaptureError:
+def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
+    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

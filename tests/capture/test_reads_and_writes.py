@@ -64,6 +64,10 @@ def test_what_a_graph_cannot_repeat_is_an_error(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text) as caught:
         capture_call(Calling(function), (torch.randn(3, 4),))
+    if name == "iterator":  # its advice
+        capture_call(
+            Calling(lambda model: setattr(model, "calls", getattr(model, "calls", 0) + 1)), (torch.randn(3, 4),)
+        )
     if name not in ("submodule", "parameter", "object"):
         assert caught.value.source is not None and caught.value.source.file == __file__
     # The advice works: the number comes from torch, or as an argument; nothing is left behind by the refusal.
