@@ -4,6 +4,7 @@ output and gradients are then those of eager mode, on one rank."""
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -237,6 +238,19 @@ def test_randomness() -> None:
         call(lambda m, x: m.lin(x) + torch.randn(x.shape, generator=generator, dtype=x.dtype))
     call(lambda m, x: m.lin(x) + torch.randn_like(x))
     works(lambda m, x, noise: m.lin(x) + noise, noise=torch.randn(X.shape, dtype=X.dtype, generator=generator))
+
+
+def test_iterators() -> None:
+    numbers = itertools.count(1)
+    with refused("forward reads the next value of the iterator '<name>'"):
+        call(lambda m, x: m.lin(x) * next(numbers))
+    works(lambda m, x, number: m.lin(x) * number, number=next(numbers))
+
+    def counts(m: Any, x: Tensor) -> Tensor:
+        m.limit += 1
+        return m.lin(x) * m.limit
+
+    works(counts)
 
 
 def test_arguments() -> None:

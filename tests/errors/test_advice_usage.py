@@ -145,6 +145,23 @@ def test_values_on_meta(tmp_path: Path) -> None:
     torch.testing.assert_close(other(X), net()(X))
 
 
+def test_meshes_of_simulated_ranks() -> None:
+    def verified(rows: int, axes: dict[str, int], config: Config | None = None, **options: Any) -> Any:
+        x = torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4)
+        return megafx.verify(net(), config, example_inputs=(x, x.flip(0)), mesh=axes, **options)
+
+    with refused("mesh is of simulated ranks"):
+        verified(4, {"dp": 2, "tp": 2}, on_ranks=True)
+    with refused("mesh <mesh> has an axis '<other>'"):
+        verified(4, {"dp": 2, "sp": 2})
+    with refused("'<name>' has <rows> rows, which <ranks> ranks cannot share out equally"):
+        verified(3, {"dp": 2})
+    average = Config(data_parallel_loss="average")
+    with refused("with data_parallel_loss='average' ranks compute no loss of one batch"):
+        verified(4, {"dp": 2}, average)
+    assert verified(4, {"dp": 2, "tp": 2}) and verified(4, {"tp": 2}, average)
+
+
 def test_constructors() -> None:
     with torch.device("meta"):
         model = megafx.parallelize(Net().double(), ONE)

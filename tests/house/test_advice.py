@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
-    "data parallelism cannot cut the batch: <what>, w": "loop/situations/loop_data_parallel.py",
+    "<what> cannot cut the <of>: <what>, which would s": "loop/situations/loop_data_parallel.py",
     "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",
     "forward writes into its argument '<own>', which s": "loop/situations/loop_written_arguments.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",
@@ -126,7 +126,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "the shape of a result depends on the data of a t",
         "<style>, but <target> cannot be sharded so",
         "cpu_offloading with a budget is priced by the li",
-        "data parallelism cannot cut the batch: %<name> (",
+        "<what> cannot cut the <of>: %<name> (<target>)",
         "no plan satisfies every policy and override: the",
         "no plan was found in <PATIENCE> s: <variables> c",
         "override '<pattern>' is expert, but '<key>' take",
@@ -136,7 +136,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "override '<pattern>' is expert, but what '<key>'",
         "override '<pattern>' is expert: it names several",
         "override: <name> is split over experts, but <wha",
-        "the batch of this call is no size that may vary,",
+        "the <of> of this call is no size that may vary, ",
         "<what> reads a gradient that `no_sync` holds: it",
         "'<name>' is on the meta device: it has no values",
         "'<name>' was changed in place between forward an",
