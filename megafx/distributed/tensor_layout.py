@@ -103,20 +103,36 @@ def everyone_on(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _everyone.get(mesh) or mesh.get_group()
 
 
-@functools.lru_cache(1024)
 def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """The same spec for another dtype: gradients of bf16 parameters may be fp32."""
     meta = spec.tensor_meta
-    if meta is None or meta.dtype == dtype:
+    return spec if meta is None or meta.dtype == dtype else _on(spec.mesh, _spec_of(spec, dtype))
+
+
+@functools.lru_cache(1024)
+def _spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    found = copied(spec)
+    assert spec.tensor_meta is not None
+    found.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+    return found
+
+
+def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a parameter of logical `shape`; `Shard` where the shards are torch.chunk's, else `LayoutShard`."""
+    return _on(mesh, _make_spec(mesh, placement, shape, dtype))
+
+
+def _on(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
+    """A spec that was kept, on this very mesh: one that is equal may be of groups that were destroyed since."""
+    if spec.mesh is mesh:
         return spec
     found = copied(spec)
-    found.tensor_meta = meta._replace(dtype=dtype)
+    found.mesh = mesh
     return found
 
 
 @cache
-def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a parameter of logical `shape`; `Shard` where the shards are torch.chunk's, else `LayoutShard`."""
+def _make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     where = Shard(placement.dim) if placement.is_shard else Replicate()
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))

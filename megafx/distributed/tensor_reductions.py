@@ -94,11 +94,11 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], ord: Any = 2, dtype: tor
     order = float(ord)
     if order < 0 or any(x.is_meta for x in tensors):
         return NotImplemented
-    sharded = [x for x in tensors if isinstance(x, DTensor) and placement_of(x).is_shard]
     locals_ = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
     norms = [_local_norm(x, order) for x in locals_]
-    for mesh in dict.fromkeys(x._spec.mesh for x in sharded):  # an order that all ranks have in common
-        rows = [i for i, x in enumerate(tensors) if any(x is s for s in sharded) and x._spec.mesh is mesh]  # type: ignore[attr-defined]
+    meshes = {i: x._spec.mesh for i, x in enumerate(tensors) if isinstance(x, DTensor) and placement_of(x).is_shard}
+    for mesh in dict.fromkeys(meshes.values()):  # an order that all ranks have in common
+        rows = [i for i, each in meshes.items() if each == mesh]  # meshes of two models are equal, and two objects
         parts = [_summand(norms[i], order) for i in rows]
         total = torch.stack([part for part, _ in parts])
         dist.all_reduce(total, op=parts[0][1], group=mesh.get_group())

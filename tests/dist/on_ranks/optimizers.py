@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -380,3 +381,32 @@ def optimizers_go_on_from_checkpoints(folder: Path) -> str:
             for key, value in wanted.items():
                 torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     return ", ".join(makes)
+
+
+class Widths(nn.Module):
+    """Linears of these widths."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x).square().mean()
+        return found
+
+
+@check(2, 3, slow=(3,), seed=0)
+def gradients_of_a_second_model_are_clipped_as_in_one_process() -> None:
+    """Some of its parameters have forms that the first model's have, whose mesh is another object."""
+    x = torch.randn(6, 5, dtype=torch.float64)
+    for widths in ((5, 19, 5), (5, 19, 7, 5)):
+        eager = Widths(*widths).double()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        model = megafx.parallelize(copy.deepcopy(eager), mesh=mesh)
+        for each in (model, eager):
+            each(x).backward()
+        for foreach in (True, False):
+            found, wanted = (nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=foreach) for m in (model, eager))
+            assert abs(float(found) / float(wanted) - 1) < 1e-12, (widths, foreach, float(found), float(wanted))
+        meshes = {id(p.device_mesh) for p in model.parameters() if isinstance(p, TPTensor)}
+        assert len(meshes) == 1, "a parameter is on the mesh of another model"
