@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class _Call:
 
     @staticmethod
     def of(layer: nn.Module, tracer: Any, args: Any, kwargs: Any) -> _Call | None:
-        """None where forward may change an argument or look into one, and where a hook may do anything."""
+        """None where forward may change an argument or look into one, and where a hook that is traced may do anything."""
         hooks = [vars(m).get(name) for m in layer.modules() for name in HOOK_TABLES]
         if any(hooks) or any(getattr(of_all, f"_global{name}") for name in HOOK_TABLES):
             return None
@@ -163,11 +163,15 @@ class _Trace:
 
 
 class LikeLayers:
-    """The layers of one trace. copied: how many calls were copies. notes: what the trace has noted so far."""
+    """The layers of one trace. copied: how many calls were copies. notes: what the trace has noted so far.
+
+    bordered: modules that are left eager, or at whose border hooks run: a layer with one inside is no copy.
+    """
 
     def __init__(self, reads: Reads, notes: Sequence[str]) -> None:
         self.reads, self.notes, self.copied = reads, notes, 0
         self.traces: dict[int, list[_Trace]] = defaultdict(list)
+        self.bordered: Collection[nn.Module] = ()
 
     def call_for(self, layer: nn.Module, group: int, original: Callable[..., Any]) -> Callable[..., Any]:
         """In place of the layer's `_call_impl`."""
@@ -177,7 +181,7 @@ class LikeLayers:
             if mode is None or not self.reads.on or getattr(mode.tracer, "enable_attr_proxy", True):
                 return original(*args, **kwargs)
             this = _Call.of(layer, mode.tracer, args, kwargs)
-            if this is None:
+            if this is None or any(m in self.bordered for m in layer.modules() if m is not layer):
                 return original(*args, **kwargs)
             for before in known:
                 if before.is_that_of(this):

@@ -213,6 +213,7 @@ def replacements(
 
     why = "layers that are alike are traced once"
     if layers is not None:
+        layers.bordered = [*(each.module for each in eager), *(each.module for each in hooks)]
         for layer, group in like_layers(model):
             table.append(Replacement(layer, "_call_impl", functools.partial(layers.call_for, layer, group), why))
 

@@ -99,7 +99,7 @@ def test_what_is_not_sharded_and_why():
     [
         (
             "linear: a -> a",
-            "rule 'linear: a -> a' starts with 'linear'\n  fix: start with 'lin:', 'nl:', 'nl[i]:', or 'max:'",
+            "rule 'linear: a -> a' starts with 'linear'\n  fix: start with 'lin:', 'nl:', 'nl[i]:', 'max:' or 'sum:'",
         ),
         ("lin: a b", "rule 'lin: a b' has no '->'\n  fix: write 'operands -> result'"),
         ("nl[1]: a, ~a -> a", "is linear in operand 1, which is marked '~'"),
