@@ -29,10 +29,16 @@ PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 
 
 def mark_nodes(gm: fx.GraphModule) -> None:
-    """Set source, fqn, made_by and region on every node, those in bodies of higher-order ops included."""
+    """Set source, fqn, made_by and region on every node, those in bodies of higher-order ops included.
+
+    Fakes of small constants hold their numbers, with which ops would be computed: passes look at forms alone.
+    """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
+                for value in pytree.tree_leaves(node.meta.get(VAL)):
+                    if isinstance(value, FakeTensor):
+                        value.constant = None
                 if node.op in ("placeholder", "output", "get_attr"):
                     continue
                 node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), ROOT)

@@ -174,3 +174,21 @@ def test_nan_of_eager_mode_is_named() -> None:
     assert found, found
     assert "NaN in eager mode too: output '', the gradient of 'up.weight'" in str(found), found
     assert "the first is %log" in str(found) and "torch.log(self.up(x))" in str(found), found
+
+
+class Gained(nn.Module):
+    """A plain tensor of an attribute meets what is sharded; 7 is no multiple of the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = nn.Linear(8, 7), nn.Linear(7, 8), torch.linspace(1, 2, 7, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(self.up(x).tanh() * self.gain)
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_a_plain_tensor_of_an_attribute_is_cut(t):
+    """Its numbers are no matter of a pass: a fake that holds them had the passes' collectives computed."""
+    config = TWO.replace(tensor_model_parallel_size=t)
+    assert megafx.verify(Gained().double(), config, example_inputs=(torch.randn(5, 8).double(),))
