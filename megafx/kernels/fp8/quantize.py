@@ -175,7 +175,7 @@ def _both_fake(x: Tensor, rows: Tensor, columns: Tensor, format: str, power_of_t
 quantize_both = define_op(
     "fp8_quantize_both(Tensor x, Tensor rows, Tensor columns, str format, bool power_of_two)"
     " -> (Tensor q, Tensor qt, Tensor scale, Tensor column_scale)",
-    rule=RuleText("nl: m k, ~m, ~k -> m k; k m; m; k", reads={2: (1,), 3: (2,)}),
+    rule=lambda call: RuleText("nl: m k, ~m, ~k -> m k; k m; m; k", reads={2: (1,), 3: (2,)}),
     samples=[(real(4, 6), _LARGEST((4,)), _LARGEST((6,)), "e4m3", False)],
     reference=quantize_both_reference,
     triton="fp8.quantize_triton:quantize_both",
