@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from megafx.compiler.pipeline import compile_program
 from megafx.errors import PlacementError
 from megafx.ir.interpret import input_values
 from megafx.ir.program import Program
+from megafx.ops.axes import Mesh
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.planner.context import Planner
 from megafx.testing import make_planner
 
@@ -98,16 +101,17 @@ def test_ranks_that_part_at_a_collective() -> None:
     def meet(rank: int, *calls: Any) -> list[Any]:
         return [meeting.meet(rank, (first, all_reduce, call)) for call in calls]
 
-    meeting = _Meeting(2)
+    two = functools.partial(_Meeting, Mesh({TENSOR_AXIS: 2}), torch.device("cpu"))
+    meeting = two()
     x, y = torch.ones(2), torch.ones(3)
     assert [r[0].tolist() for r in meeting.run(lambda rank: meet(rank, (x, "sum", "tp")))] == [[2, 2]] * 2
-    meeting = _Meeting(2)
+    meeting = two()
     with pytest.raises(PlacementError, match=r"calls .*all_reduce.* with \(3,\).* where rank 0 .* with \(2,\)"):
         meeting.run(lambda rank: meet(rank, (y if rank else x, "sum", "tp")))
     for late in (0, 1):
-        meeting = _Meeting(2)
+        meeting = two()
         with pytest.raises(PlacementError, match="waits at .*all_reduce.* for ranks that call nothing"):
             meeting.run(lambda rank, late=late: meet(rank, *([(x, "sum", "tp")] if rank == late else [])))
-    meeting = _Meeting(2)
+    meeting = two()
     with pytest.raises(ZeroDivisionError):
         meeting.run(lambda rank: [1 / 0] if rank else meet(rank, (x, "sum", "tp")))
