@@ -139,8 +139,10 @@ def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: di
 
 def _cast_of(operand: fx.Node) -> fx.Node:
     operand = storage_of(operand)
-    cast: Any = operand.args[0] if operand.target is operator.getitem else operand
-    return cast  # type: ignore[no-any-return]
+    if operand.target is operator.getitem:
+        made: Any = operand.args[0]
+        operand = made
+    return operand
 
 
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:

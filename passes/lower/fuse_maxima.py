@@ -122,7 +122,8 @@ def _can(producer: fx.Node, value: fx.Node, found: fx.Node) -> bool:
     """True if the producer can take the arguments, and rows of what is read are rows of its result."""
     x: Any = found.args[0]
     before: Any = value.meta[VAL].shape
-    places = [s for s in producer.target._schema.arguments if s.name == "axis"]  # type: ignore[union-attr]
+    target: Any = producer.target
+    places = [s for s in target._schema.arguments if s.name == "axis"]
     axes = [producer.args[-1]] if places else []
     return (
         all(axis in ("", found.args[4]) for axis in axes)
