@@ -3,6 +3,9 @@ What FSDP ranks saved: dist/on_ranks/fsdp_checkpoint.py."""
 
 from __future__ import annotations
 
+import enum
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +182,22 @@ def test_an_option_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     dcp.save({"model": model.state_dict(), "optim": by_name(model, optimizer)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match=r"'optim.param_groups.0.schedule' of a checkpoint is no plain data"):
         megafx.load_checkpoint(tmp_path, model, optimizer)
+
+
+class _AsEarlier(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, made: Any) -> Any:
+        return (getattr, (type(made), made.name)) if isinstance(made, enum.Enum) else NotImplemented
+
+
+def test_members_of_enums_that_an_earlier_python_wrote(tmp_path: Path) -> None:
+    model, _ = trained(0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    file, written = tmp_path / ".metadata", io.BytesIO()
+    _AsEarlier(written, 4).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in written.getvalue()
+    file.write_bytes(written.getvalue())
+    other = Net()
+    megafx.load_checkpoint(tmp_path, other)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
