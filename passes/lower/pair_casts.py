@@ -90,8 +90,9 @@ def _pair_cast(node: fx.Node) -> bool:
 
 def _other(node: fx.Node, target: Any, place: int) -> fx.Node | None:
     """A later amax, or an earlier cast, of the same value along the other dim. place: of the argument that says which dim."""
-    wanted = {0: 1, 1: 0}.get(node.args[place])  # type: ignore[arg-type]
     x: Any = node.args[0]
+    kept: Any = node.args[place]
+    wanted = {0: 1, 1: 0}.get(kept)
     found = [n for n in x.users if n.target is target and n.args[0] is x and n.args[place] == wanted]
     after = target is amax
     return next((n for n in found if (n > node) == after), None)

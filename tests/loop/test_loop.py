@@ -32,13 +32,13 @@ for module in sorted((HERE / "situations").glob("*.py")):
 
 
 def cases() -> Iterator[Any]:
-    """Of situations that may run on one rank or on two, one in ten runs on two by default, the others on one; the slow tests
-    have the rest, and five in six forms of data parallelism."""
+    """Of situations that may run on one rank or on two, one in five runs on two by default, the others on one; the slow tests
+    have the rest, and two in three forms of data parallelism."""
     for number, (name, each) in enumerate(loop.SITUATIONS.items()):
         runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
         for world, run, key in runs:
             either = {1, 2} <= {*each.ranks} - {*each.slow}
-            left_out = (either and key == (2 if number % 10 else 1)) or (isinstance(key, str) and number % 6 > 0)
+            left_out = (either and key == (2 if number % 5 else 1)) or (isinstance(key, str) and number % 3 > 0)
             yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or left_out else [])
 
 

@@ -145,7 +145,7 @@ def test_a_model(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.layers = torch.nn.ModuleList(Gated() for _ in range(2))
-    model.forward = lambda x: model.layers[1](model.layers[0](x)).square().mean()  # type: ignore[method-assign]
+    model.forward = lambda x: model.layers[1](model.layers[0](x)).square().mean()  # type: ignore[method-assign]  # as users do
     config = Config(
         tensor_model_parallel_size=t,
         sequence_parallel=True,
