@@ -35,8 +35,8 @@ import train_tp
 import transformers
 
 import megafx
+from megafx.analysis.memory import MARGIN
 from megafx.capture.export import capture_call
-from megafx.compiler.choose import MARGIN
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program
 from megafx.config import Config

@@ -1,8 +1,8 @@
 """What backward keeps of forward, and what it recomputes: the rules that the cut follows.
 
-Handed over by reference: parameters, buffers, user inputs, joined parameters. Made again for nothing: views, sizes, casts of
-parameters. All else that backward reads is kept, unless its node is tagged (ir.RECOMPUTE): it is then made again from what it
-is made of, by the same rules.
+Handed over by reference: parameters, buffers, user inputs, joined parameters, casts of weights that are kept. Made again for
+nothing: views, sizes, other casts of parameters. All else that backward reads is kept, unless its node is tagged
+(ir.RECOMPUTE): it is then made again from what it is made of, by the same rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megafx.analysis.communication import is_region_gather, is_start, is_wait
 from megafx.analysis.lazy import only_for_lazy
 from megafx.analysis.prices import bytes_of
 from megafx.ir.nodes import argument, in_backward, shows_operand, storage_of
-from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
+from megafx.ir.program import GIVEN, MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def is_join(node: fx.Node) -> bool:
 
 def is_given(node: fx.Node) -> bool:
     """Whether backward gets the value by reference."""
-    return node.op == "placeholder" or is_join(node)
+    return node.op == "placeholder" or GIVEN in node.meta or is_join(node)
 
 
 def by_reference(program: Program) -> set[fx.Node]:

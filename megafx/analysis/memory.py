@@ -26,6 +26,8 @@ from megafx.ops.offload import is_on_host
 from megafx.units import mib_text
 
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+# Of the device's memory, what is left to the CUDA context, NCCL's buffers and blocks that do not fit together.
+MARGIN = 0.06
 # What cuBLAS holds on a stream: 4096 KiB x 8 on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB).
 CUBLAS_WORKSPACE = 32 * 2**20
 # Copies of the parameters' elements that an optimizer holds, and that its step makes in addition (foreach forms, torch 2.13).
@@ -83,8 +85,9 @@ class Memory:
     """One rank's memory in bytes, at the workload. print(memory) is a table.
 
     parameters, gradients, optimizer: held throughout; gathered: parameters of other data-parallel ranks that are kept whole;
-    inputs: of the call; saved: kept from forward to backward; workspace: of cuBLAS. forward, backward: what the graphs
-    allocate, as time goes; step: what the optimizer's step makes in addition.
+    casts: of weights to FP8, kept between micro-batches, until the optimizer's step; inputs: of the call; saved: kept from
+    forward to backward; workspace: of cuBLAS. forward, backward: what the graphs allocate, as time goes; step: what the
+    optimizer's step makes in addition.
     """
 
     parameters: int
@@ -98,6 +101,7 @@ class Memory:
     forward: Timeline
     backward: Timeline | None
     workload: Mapping[str, int] = field(default_factory=dict)
+    casts: int = 0
 
     @property
     def standing(self) -> int:
@@ -107,9 +111,9 @@ class Memory:
     @property
     def peaks(self) -> dict[str, int]:
         """Highest memory in each part of a step. Gradients are made in backward, and freed by zero_grad()."""
-        found = {"forward": self.standing + self.forward.peak}
+        found = {"forward": self.standing + self.casts + self.forward.peak}
         if self.backward is not None:
-            found["backward"] = self.standing + self.backward.peak
+            found["backward"] = self.standing + self.casts + self.backward.peak
             found["optimizer step"] = self.standing + self.gradients + self.step
         return found
 
@@ -127,7 +131,7 @@ class Memory:
 
     def __str__(self) -> str:
         lines = [f"one rank at {', '.join(f'{k}={v}' for k, v in self.workload.items()) or 'fixed sizes'}"]
-        for name in ("parameters", "gradients", "optimizer", "gathered", "inputs", "saved", "workspace"):
+        for name in ("parameters", "gradients", "optimizer", "gathered", "casts", "inputs", "saved", "workspace"):
             if getattr(self, name):
                 lines.append(f"  {name:<16}{mib_text(getattr(self, name)):>16}")
         lines += [f"  peak of {part:<16}{mib_text(size):>16}" for part, size in self.peaks.items()]
@@ -153,6 +157,7 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
     gradients = sum(_rounded(program, value, result) for value, result in trained)
     joins = [n for n in parts.forward.graph.find_nodes(op="placeholder")][len(program.inputs) - _late(program) :]
     gathered = sum(_rounded(program, n.meta[VAL]) for k, n in enumerate(joins) if k in parts.gathered)
+    casts = sum(_rounded(program, n.meta[VAL]) for n in joins[len(parts.joins) :])
     states, temporary = OPTIMIZERS[optimizer]
     forward = walk(program, parts.forward, {})
     backward = saved = None
@@ -167,6 +172,7 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
         params, gradients, (held if held is not None else states * stepped) if training else 0, gathered, inputs,
         sum((saved or {}).values()), CUBLAS_WORKSPACE, temporary * stepped if training else 0, forward, backward,
         {name: program.sizes.workload(program.sizes.of_expr(s)) for name, s in program.sizes.symbols.items()},
+        casts,
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class _Meeting:
         program = compiled.for_rank(axes)
         parts = program.partition
         assert parts is not None
-        names = ("forward", "backward", "last_backward", "lazy_graph")
+        names = ("forward", "backward", "last_backward", "lazy_graph", "cast_weights")
         graphs: dict[str, Any] = {name: getattr(parts, name) for name in names}
         for name, gm in graphs.items():
             if gm is not None:

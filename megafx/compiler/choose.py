@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from megafx.analysis.memory import MARGIN
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.runner import Pass, PassRecord, Runner
 from megafx.compiler.stages import runner_of
@@ -13,9 +14,6 @@ from megafx.errors import PlanError
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.timeline import LEAST_GAIN
-
-# Of the device's memory, what is left to the CUDA context, NCCL's buffers and blocks that do not fit together.
-MARGIN = 0.06
 
 
 class Trial(NamedTuple):

@@ -10,22 +10,26 @@ from typing import NamedTuple
 
 import torch
 
+from megafx.analysis.casts import casts_of_weights
 from megafx.analysis.communication import Communication, collective_nodes, communication
-from megafx.analysis.memory import Memory, memory
+from megafx.analysis.memory import MARGIN, Memory, memory
 from megafx.capture.prepare import alone
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
+from megafx.compiler.kept_casts import KeptCasts
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import passes_of, runner_of, since
 from megafx.ir.program import RECOMPUTE, VAL, Program
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.add_pending import add_pending
+from megafx.passes.lower.keep_casts import keep_casts
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.lower.schedule_offload import schedule_offload
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
+from megafx.units import bytes_text
 
 
 class Pending(NamedTuple):
@@ -60,10 +64,28 @@ class Compiled:
         names = [spec.name for spec in self.program.outputs]
         return [names.index(spec.name) for spec in self.program.inputs if spec.kind == "tangent"]
 
-    def executable(self, gathered: GatheredParameters | None = None) -> Executable:
-        """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
+    @property
+    def weights_in_fp8(self) -> list[str]:
+        """Parameters whose casts `keeping_casts` would keep."""
+        return sorted({name for names in casts_of_weights(self.program).values() for name in names})
+
+    def keeping_casts(self) -> Compiled:
+        """The form that keeps casts of weights until one changes, for steps of several micro-batches."""
+        return Compiled(self.program, replace(self.planner, keeps_casts=True))
+
+    def casts_fit(self) -> tuple[bool, str]:
+        """(True if the device has room for a step of this form, the numbers in words)."""
+        predicted, there = self.memory(), self.planner.device_bytes
+        text = f"{bytes_text(predicted.casts)} of casts, {bytes_text(predicted.peak)} in all by the model of memory"
+        if there is None:
+            return True, text
+        room = int((1 - MARGIN) * there)
+        return predicted.peak <= room, f"{text}, of {bytes_text(room)} that are to be had"
+
+    def executable(self, gathered: GatheredParameters | None = None, casts: KeptCasts | None = None) -> Executable:
+        """What this rank runs. gathered, casts: what the graphs of the model have gathered and cast of parameters, and keep."""
         program = self.program.copy()
-        made = _executable(program, self.planner, self.runner or runner_of(self.planner, "lowered"), gathered)
+        made = _executable(program, self.planner, self.runner or runner_of(self.planner, "lowered"), gathered, casts)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
         wanted = self.planner.config.cuda_graphs
         if wanted is False:
@@ -98,7 +120,7 @@ class Compiled:
     def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
         """Predicted memory of one rank, as `analysis.memory.memory` says."""
         program = self.program.copy()
-        for step in (partition, schedule_offload, regather, reuse_buffers):
+        for step in (keep_casts, partition, schedule_offload, regather, reuse_buffers):
             step(program, self.planner)
         with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
             return memory(program, optimizer, held)
@@ -120,9 +142,13 @@ class Compiled:
 
 
 def _executable(
-    program: Program, planner: Planner, runner: Runner, gathered: GatheredParameters | None = None
+    program: Program,
+    planner: Planner,
+    runner: Runner,
+    gathered: GatheredParameters | None = None,
+    casts: KeptCasts | None = None,
 ) -> Executable:
     with alone():
         runner.run(program, passes_of(planner, "rank"))
     axes = planner.axes
-    return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
+    return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered, casts)

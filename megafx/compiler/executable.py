@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megafx.compiler.cuda_graphs import CudaGraphs
 from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
+from megafx.compiler.kept_casts import CastWeights, KeptCasts
 from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
@@ -140,7 +141,7 @@ class Executable:
     program: PARTITIONED. inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the
     order of `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no
     backward. tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
-    gathered: what the graphs of one model have gathered. see: to be called with each parameter before forward.
+    gathered, casts: what the graphs of one model have gathered, and cast. see: to be called with each parameter before forward.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Executable:
         program: Program,
         context: Context = contextlib.nullcontext,
         gathered: GatheredParameters | None = None,
+        casts: KeptCasts | None = None,
     ) -> None:
         assert program.partition is not None
         self.parts = parts = program.partition
@@ -169,22 +171,28 @@ class Executable:
             Gathered(indices, *parts.gathered[k], kept_gathers) if k in parts.gathered else JoinedParameters(indices)
             for k, indices in enumerate(parts.joins)
         ]
-        count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
+        self.casts = casts or KeptCasts()
+        self._cast_weights: CastWeights | None = None
+        if parts.cast_weights is not None:
+            read = frozenset(program.inputs[i].name for indices in parts.casts for i in indices)
+            self._cast_weights = CastWeights(parts.cast_weights, read, self.casts)
+        count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(parts.origins)
         kinds = [i.kind for i in program.inputs if i.kind not in ("tangent", "pending")]
-        self.stored = [kind in ("param", "buffer") for kind in kinds] + [True] * len(
-            self._joins
-        )  # inputs that stay in place
+        further = [True] * len(parts.origins)
+        self.stored = [kind in ("param", "buffer") for kind in kinds] + further  # inputs that stay in place
         self.graphs: CudaGraphs | None = None
         self._lazy: Callable[[], LazyOutputs | None] = lambda: None  # of the last call, while somebody holds them
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
         joined = [s for s in parts.saved if s.index >= count]
-        self._watched_parts = [(k, s) for s in joined for k in parts.joins[s.index - count]]
+        self._watched_parts = [(k, s) for s in joined for k in parts.origins[s.index - count]]
         own = [(s.index, s) for s in parts.saved if s.kind == "input" and s.index < count]
         self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
 
     def recorded(self, always: bool, note: Callable[[str], None]) -> Executable:
         """This one, whose calls are recorded as CUDA graphs and replayed. always, note: of `CudaGraphs`."""
         stored = {i for i, s in enumerate(self.stored) if s}
+        if self._cast_weights is not None:
+            self._cast_weights.stays = True
         self.graphs = CudaGraphs(self._forward, self._last_backward, self.outputs, stored, always, note)
         self._forward = self.graphs.forward
         if self._last_backward is not None:
@@ -202,6 +210,7 @@ class Executable:
             lazy.own()  # a replay would overwrite what it is made of
         with self._first("forward"), self._running():
             inputs += [join(inputs) for join in self._joins]
+            inputs += [] if self._cast_weights is None else self._cast_weights(inputs)
             results = self._forward(*inputs)
         outputs = list(results[: self.outputs])
         if self._backward is None:
@@ -217,8 +226,8 @@ class Executable:
     def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
         parts = self.parts
         read = [s.index for s in parts.saved_for_lazy if s.kind == "input"]
-        own = len(inputs) - len(parts.joins)
-        indices = [k for i in read for k in ((i,) if i < own else parts.joins[i - own])]
+        own = len(inputs) - len(parts.origins)
+        indices = [k for i in read for k in ((i,) if i < own else parts.origins[i - own])]
         values = [*(inputs[i] for i in read), *values]
         lazy = LazyOutputs(parts.saved_for_lazy, values, self._make_lazy_outputs, indices)
         self._lazy = weakref.ref(lazy)

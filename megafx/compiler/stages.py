@@ -48,6 +48,7 @@ from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.compile_chains import compile_chains
 from megafx.passes.lower.fuse_maxima import fuse_maxima
+from megafx.passes.lower.keep_casts import keep_casts
 from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.pair_casts import pair_casts
@@ -152,6 +153,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
 RANK: tuple[PassFunction, ...] = (
     drop_expert_values,
     bind_mesh,
+    keep_casts,
     partition,
     schedule_offload,
     regather,

@@ -87,7 +87,42 @@ class MainGradParameter(nn.Parameter):
     main_grad = TPTensor.main_grad
 
 
-_foreach_supported_types.append(MainGradParameter)  # optimizers ask for the exact type
+class CountedParameter(nn.Parameter):
+    """A parameter on one rank whose every change is counted: by `_version`, also through `.data`, and by `replaced_memory`."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As Tensor.data, but that a write to it counts as one to the parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        vars(self)[_REPLACED_MEMORY] = replaced_memory(self) + 1
+
+
+class CountedMainGradParameter(CountedParameter):
+    """Both."""
+
+    main_grad = TPTensor.main_grad
+
+
+_REPLACED_MEMORY = "_megafx_replaced_memory"
+_PLAIN = (nn.Parameter, MainGradParameter, CountedParameter, CountedMainGradParameter)
+_foreach_supported_types.extend(_PLAIN[1:])  # optimizers ask for the exact type
+
+
+def replaced_memory(parameter: Tensor) -> int:
+    """How often `.data` was assigned to a CountedParameter."""
+    return int(vars(parameter).get(_REPLACED_MEMORY, 0))
+
+
+def count_changes(parameters: Iterable[nn.Parameter | None]) -> None:
+    """Let plain parameters count their changes."""
+    counted: dict[type, type] = {nn.Parameter: CountedParameter, MainGradParameter: CountedMainGradParameter}
+    for parameter in parameters:
+        if type(parameter) in counted:
+            parameter.__class__ = counted[type(parameter)]
 
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -103,8 +138,9 @@ def take_fp32_gradients(parameters: Iterable[nn.Parameter | None]) -> None:
         if parameter.dtype in _LOW:
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
             _refuse_low_moments()
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = MainGradParameter
+        if type(parameter) in (nn.Parameter, CountedParameter):
+            counted = isinstance(parameter, CountedParameter)
+            parameter.__class__ = CountedMainGradParameter if counted else MainGradParameter
 
 
 @cache
@@ -322,11 +358,6 @@ def _memory(x: torch.Tensor) -> int:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether x is an ordinary contiguous tensor that fills its memory."""
-    if (
-        type(x) not in (torch.Tensor, nn.Parameter, MainGradParameter)
-        or x.is_meta
-        or not x.is_contiguous()
-        or x.is_inference()
-    ):
+    if type(x) not in (torch.Tensor, *_PLAIN) or x.is_meta or not x.is_contiguous() or x.is_inference():
         return False
     return x.untyped_storage().nbytes() == x.numel() * x.element_size()

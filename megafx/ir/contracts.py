@@ -351,7 +351,7 @@ def check_partition(program: Program) -> None:
     later = sum(spec.kind in ("tangent", "pending") for spec in program.inputs)
     values = [s for s in (*parts.saved, *parts.saved_for_lazy) if s.kind != "input"]
     outputs = sum(spec.kind != "gradient" for spec in program.outputs)
-    wanted = [("forward", parts.forward, len(program.inputs) - later + len(parts.joins), outputs + len(values))]
+    wanted = [("forward", parts.forward, len(program.inputs) - later + len(parts.origins), outputs + len(values))]
     if parts.backward is not None:
         wanted.append(("backward", parts.backward, len(parts.saved) + later, len(program.outputs) - outputs))
     for name, gm, takes, gives in wanted:

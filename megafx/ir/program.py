@@ -41,6 +41,7 @@ VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by",
 TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
+GIVEN = "given"  # (place, parameters) of a cast of weights that is made before forward, and given to both graphs
 LAYER = "layer"
 
 
@@ -206,12 +207,14 @@ class Partition:
     forward(*inputs) -> (*outputs, *kept for backward, *kept for lazy outputs)
     backward([*saved, *tangents, *pending]) -> gradients
     lazy_graph(*saved_for_lazy) -> lazy outputs
+    cast_weights(*inputs, *joins) -> casts of weights, which are the last inputs of forward
 
     forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
     backward takes as a list and clears. backward is None where the program has no gradients; last_backward may overwrite
     what was kept, and is for the last backward of a call. Where outputs are lazy, forward gives None in their places
     (`lazy`). joins: further inputs of forward, after the program's: each joins the inputs with these indices. gathered: index
-    of a join that is a `gather_region` of its inputs, not their concatenation -> (ranks, axis).
+    of a join that is a `gather_region` of its inputs, not their concatenation -> (ranks, axis). casts: of each cast of weights,
+    the indices of the inputs that it is made of. What they give is kept until a weight changes (compiler/kept_casts.py).
     """
 
     forward: fx.GraphModule
@@ -223,6 +226,13 @@ class Partition:
     joins: tuple[tuple[int, ...], ...] = ()
     gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     last_backward: fx.GraphModule | None = None
+    cast_weights: fx.GraphModule | None = None
+    casts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def origins(self) -> tuple[tuple[int, ...], ...]:
+        """Of each further input of forward, the indices of the program's inputs that it is made of."""
+        return (*self.joins, *self.casts)
 
     def changed(self, change: Callable[[fx.GraphModule, str], tuple[fx.GraphModule, int]]) -> tuple[Partition, int]:
         """(the partition with the graphs that change(graph, "forward" or "backward") makes, the sum of its counts). Changes
@@ -234,7 +244,12 @@ class Partition:
             count += more
         if last is not None:
             last = backward if last is self.backward else change(last, "backward")[0]
-        return replace(self, forward=forward, backward=backward, last_backward=last), count
+        casts = self.cast_weights
+        if casts is not None:
+            casts, more = change(casts, "forward")
+            count += more
+        made = replace(self, forward=forward, backward=backward, last_backward=last, cast_weights=casts)
+        return made, count
 
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""

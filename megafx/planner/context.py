@@ -38,7 +38,8 @@ class Planner:
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
     one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
     that are priced. fits: the activation memory budget, a fraction, was chosen to fit the device, so it promises
-    bytes. device_bytes: memory of a rank's device, where known.
+    bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8 are kept until a weight
+    changes.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Planner:
     at_call: bool = False
     fits: bool = False
     device_bytes: int | None = None
+    keeps_casts: bool = False
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # decided by plan_sharding
     plan: Plan | None = None

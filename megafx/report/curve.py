@@ -49,6 +49,7 @@ def curve(picture: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,
         "parameters of other ranks": memory.gathered,
+        "casts of weights": memory.casts,
         "inputs, workspace of cuBLAS": memory.inputs + memory.workspace,
     }
     points: list[tuple[float, ...]] = []

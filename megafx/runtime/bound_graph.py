@@ -22,6 +22,7 @@ from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
+from megafx.compiler.kept_casts import KeptCasts
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
@@ -51,6 +52,7 @@ class Runs(Protocol):
 
     read_in_backward: list[tuple[int, Saved]]
     see: Callable[[DTensor], None] | None
+    casts: KeptCasts
 
     def check(self, kept: Any) -> None: ...
 
@@ -68,7 +70,8 @@ class CompiledCall:
     inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
     the graph reads as one. shards: as `outputs.output_shards`. holding: other backward graphs, where ranks reduce gradients.
     beside: indices of outputs that the graph does not differentiate, and eager mode does; differentiable: compiles the form in
-    which they have gradients.
+    which they have gradients. weights_in_fp8: parameters whose casts another form of the graph keeps; keeping_casts: compiles
+    that; casts_fit: (True if there is room for them, the numbers in words).
     """
 
     program: Program
@@ -81,6 +84,9 @@ class CompiledCall:
     holding: HeldBack | None = None
     beside: list[int] = field(default_factory=list)
     differentiable: Callable[[], CompiledCall] | None = None
+    weights_in_fp8: Sequence[str] = ()
+    casts_fit: Callable[[], tuple[bool, str]] = lambda: (False, "")
+    keeping_casts: Callable[[], CompiledCall] | None = None
     spec: CallSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +137,7 @@ class BoundGraph:
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
+        self.weights_in_fp8 = [(name, slots[name]) for name in compiled.weights_in_fp8]
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.last: _Step | None = None  # the last call with tapes, until its backward: its output may be dropped before
         self.tapes = any(n.target is torch.ops.megafx.eager_call.default for n in program.graph.nodes)
@@ -140,6 +147,8 @@ class BoundGraph:
         self.parts_of_mean = batch.ranks if batch is not None and batch.summed else 1
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
+        self.keep_casts: Callable[[], BoundGraph | None] | None = None
+        self._keeping_casts: BoundGraph | None = None
         self.eager: Callable[[Call, str], Any] = lambda call, why: None  # the call as the user's own code computes it
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
         self.tangents = [self.outputs[i].name for i in compiled.differentiated]
@@ -187,9 +196,17 @@ class BoundGraph:
         return self._differentiable
 
     def serving(self, call: Call) -> BoundGraph:
-        """Itself, or its differentiable form where an earlier call has needed that."""
+        """Itself, or its differentiable form where an earlier call has needed that; of either, the form that keeps casts of
+        weights once they have served two calls. Collective when that is made."""
         other = self._differentiable
-        return self if other is None or not other.fits(call) else other
+        if other is not None and other.fits(call):
+            return other.serving(call)
+        if self.weights_in_fp8:
+            weights = {name: p for name, slot in self.weights_in_fp8 if (p := slot.get()) is not None}
+            repeated = self.executable.casts.look(weights)
+            if repeated and self.keep_casts is not None:
+                self._keeping_casts, self.keep_casts = self.keep_casts(), None
+        return self if self._keeping_casts is None else self._keeping_casts.serving(call)
 
     def state_inputs(self) -> dict[str, Any]:
         """What the Python state holds that is an input of the graph."""
@@ -343,6 +360,7 @@ class BoundGraph:
 
     def _backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any], run: Running) -> list[Any]:
         holding, held, found = self.compiled.holding, self.state.held, None
+        self.executable.casts.backwards += 1
         there = lambda i: i not in self.conditional or run.any_of(self.conditional[i])  # noqa: E731
         before: set[str] = set()  # of whom earlier calls hold a gradient
         if holding is not None and (held.now or held.sums or holding.fused):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from megafx.compiler.compiled import Compiled, Pending
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
+from megafx.compiler.kept_casts import KeptCasts
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
@@ -39,6 +40,7 @@ class Settled:
     caches: dict[str, Placement] = field(default_factory=dict)
     last: Compiled | None = None
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
+    casts: KeptCasts = field(default_factory=KeptCasts)
 
 
 def settle(
@@ -174,14 +176,33 @@ def _bound(
             settled.caches.setdefault(spec.cache, placement if placement.is_shard else I)
     if (planner.training and not call.part) or settled.last is None:
         settled.last = compiled
-    executable = compiled.executable(settled.gathered)
+    executable = compiled.executable(settled.gathered, settled.casts)
     names, parts = [spec.name for spec in program.inputs], executable.parts
     joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)
     if program.before_reduction is not None:
         of = functools.cache(functools.partial(_held_back, compiled, executable))
         made.holding = HeldBack(of, planner.config.gradient_accumulation_fusion)
+    if not compiled.planner.keeps_casts and (weights := compiled.weights_in_fp8):
+        made.weights_in_fp8 = weights
+        keeping = compiled.keeping_casts()
+        made.casts_fit = keeping.casts_fit
+        made.keeping_casts = lambda: _keeping(made, keeping, call, planner, settled, stored)
     return made
+
+
+def _keeping(
+    made: CompiledCall,
+    keeping: Compiled,
+    call: Call,
+    planner: Planner,
+    settled: Settled,
+    stored: Mapping[str, Placement],
+) -> CompiledCall:
+    """The form of a call that keeps casts of weights."""
+    other = _bound(keeping, call, planner, settled, stored)
+    other.beside, other.differentiable = made.beside, made.differentiable
+    return other
 
 
 def _held_back(compiled: Compiled, executable: Executable, gradients: Gradients) -> tuple[Executable, list[Pending]]:

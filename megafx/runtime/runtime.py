@@ -32,6 +32,7 @@ from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
     RUNTIME,
+    count_changes,
     parameter_slots,
     place_joined,
     shard_over_data,
@@ -58,6 +59,7 @@ from megafx.runtime.changed_parameters import ParametersNow, take_new_parameters
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.failed_calls import failed_call
 from megafx.runtime.guards import Hooked, guard_modules, name_now, remove_guards
+from megafx.runtime.keep_casts import keep_casts
 from megafx.runtime.keys import (
     TRANSFORM_FIX,
     Call,
@@ -131,7 +133,8 @@ class Runtime:
         self.parameters.look(self.state.slots)
         self.state.steps.watch(self.model.parameters())
         if self.config.gradients_in_fp32:
-            take_fp32_gradients(slot.get() for slot in self.state.slots.values())
+            take_fp32_gradients(self.parameters.current)
+        count_changes(self.parameters.current if self.config.fp8 else ())
         containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # which may be empty at first
         self.tables = [m._modules for m in self.modules if m._modules or isinstance(m, containers)]
         self.children = [[*table.values()] for table in self.tables]
@@ -464,6 +467,7 @@ class Runtime:
         self._place_joined(compiled.joined)
         graph = BoundGraph(self.state, compiled, about)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
+        graph.keep_casts = compiled.keeping_casts and (lambda: keep_casts(self, compiled, about, autocast))
         training = {m: m.training for m in self.modules}
         graph.eager = lambda call, why: self._eager(call, why, autocast, training)
         return graph

@@ -1,13 +1,16 @@
-"""Casts of one value by the scales of its rows and by those of its columns read it once.
+"""Casts of one value by the scales of its rows and by those of its columns, or by one scale, read it once.
 
 Before:  %a = fp8_amax(%x, 0); %b = fp8_amax(%x, 1)
          %q = fp8_quantize(%x, %a, 0, 'e4m3', ..)[0]; %qt = fp8_quantize(%x, %b, 1, 'e4m3', ..)[1]      # transposed
 After:   %ab = fp8_amax_both(%x); %p = fp8_quantize_both(%x, %ab[0], %ab[1], 'e4m3'); %q = %p[0]; %qt = %p[1]
+Before:  %q = fp8_quantize(%x, %a, -1, 'e4m3', ..)[0]; %qt = fp8_quantize(%x, %a, -1, 'e4m3', ..)[1]   # one scale
+After:   %p = fp8_quantize(%x, %a, -1, 'e4m3', ..); %q = %p[0]; %qt = %p[1]
 Legal because: each result is the same function of the same operands. Casts that are far apart stay so: the first would come too
 late for those who read it.
 
-With `fp8_recipe="rowwise"` an operand has a scale for each row in one product, and for each column in the other. It has to run
-before `overlap_products`, which lets casts write into memory that ranks share.
+Weights whose casts are kept (`keep_casts`) are cast in both orientations at once. With `fp8_recipe="rowwise"` an operand has
+a scale for each row in one product, and for each column in the other. It has to run before `overlap_products`, which lets casts
+write into memory that ranks share.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def pair_casts(program: Program, planner: Planner) -> int:
 
 
 def _paired(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    gm, changes = changed_copy(gm, lambda node: _pair_amax(node) or _pair_cast(node))
+    gm, changes = changed_copy(gm, lambda node: _pair_amax(node) or _pair_cast(node) or _join_cast(node))
     if changes:
         gm.graph.lint()
         gm.recompile()
@@ -84,6 +87,27 @@ def _pair_cast(node: fx.Node) -> bool:
         if item.users:
             item.replace_all_uses_with(_item(node, made, place))
     for old in (*(item for item, _ in replaced), rows, columns):
+        node.graph.erase_node(old)
+    return True
+
+
+def _join_cast(node: fx.Node) -> bool:
+    """node: the second of two by one scale."""
+    if node.target is not quantize or node.args[2] != -1:
+        return False
+    x: Any = node.args[0]
+    other = next((n for n in x.users if n.target is quantize and n.args[:5] == node.args[:5] and n < node), None)
+    if other is None or {other.args[5:], node.args[5:]} != {(True, False), (False, True)}:
+        return False
+    if not all(node < reader for item in other.users for reader in item.users):
+        return False
+    plain, turned = (other, node) if other.args[5] else (node, other)
+    values = plain.meta[VAL][0], turned.meta[VAL][1], plain.meta[VAL][2]
+    made = _call(node, quantize, (*node.args[:5], True, True), values)
+    for old in (plain, turned):
+        for item in [*old.users]:
+            item.replace_all_uses_with(_item(node, made, item.args[1]))  # type: ignore[arg-type]  # of a getitem: a number
+            node.graph.erase_node(item)
         node.graph.erase_node(old)
     return True
 

@@ -8,7 +8,8 @@ Collectives whose result only other ranks read (`drop_expert_values`) stay: all 
 What eager mode keeps is kept, except what costs nothing to have again:
 
     input      parameters, buffers and user inputs are handed over by reference, never as a view; so are joined parameters
-               and gathers that are not tagged for repetition, inputs of both graphs after the program's own
+               and gathers that are not tagged for repetition, inputs of both graphs after the program's own. So are
+               casts of weights that are kept (`keep_casts`): a graph of their own makes them
     size       sizes are kept as integers; arithmetic on them is repeated
     view       views of one storage are repeated from the value they show
     cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
@@ -36,6 +37,7 @@ from megafx.analysis.kept import by_reference, is_free, is_gathered, is_given, i
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import (
+    GIVEN,
     RECOMPUTE,
     VAL,
     Partition,
@@ -89,12 +91,18 @@ def cut(program: Program) -> Partition:
     joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)
     gathered = {k: (n.args[1], n.args[2]) for k, n in enumerate(joined) if is_region_gather(n)}
     inputs += joined
+    casts = sorted((n for n in program.graph.nodes if GIVEN in n.meta), key=lambda n: n.meta[GIVEN])
+    cast_weights = _module(program, _extract(program, inputs, casts, [])) if casts else None
+    inputs += casts
     index |= {n: i for i, n in enumerate(inputs)}
+    places = {i.name: index[n] for n, i in program.input_nodes() if n in index}
+    made_of = tuple(tuple(places[name] for name in n.meta[GIVEN][1]) for n in casts)
     unread = [n for n in program.graph.nodes if is_wait(n) and not n.users]
     ahead = [n for n in unread if not in_backward(n)]
     if not gradients:
         graph = _extract(program, inputs, outputs, ahead)
-        return Partition(_module(program, graph), None, (), joins=joins, gathered=gathered)
+        module = _module(program, graph)
+        return Partition(module, None, (), joins=joins, gathered=gathered, cast_weights=cast_weights, casts=made_of)
     backward = _Backward(program, tangents, in_backward)
     backward.build(gradients, [n for n in unread if in_backward(n)])
     saved = _in_order(program, backward.saved)
@@ -107,7 +115,9 @@ def cut(program: Program) -> Partition:
     forward = _module(program, _extract(program, inputs, [*present, *values], ahead))
     shared = {storage_of(n) for n in (*present, *saved_for_lazy) if isinstance(n, fx.Node)}
     described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_for_lazy)]
-    return Partition(forward, gm, described[0], lazy_graph, described[1], lazy, joins, gathered, gm)
+    return Partition(
+        forward, gm, described[0], lazy_graph, described[1], lazy, joins, gathered, gm, cast_weights, made_of
+    )
 
 
 def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
@@ -144,6 +154,7 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
         numel, itemsize = math.prod(program.sizes.shape(value)), value.element_size()
     shared = tensor and (kind == "input" or storage_of(node) in outputs)
     name = program.inputs[index[node]].name if node.op == "placeholder" else node.name
+    name = node.meta[GIVEN][1][0] if GIVEN in node.meta else name
     return Saved(kind, index.get(node, -1), name, fqn_of(node), source_of(node), numel, itemsize, shared)
 
 
@@ -164,7 +175,7 @@ class _Backward:
 
     def build(self, gradients: list[Any], unread: list[fx.Node]) -> None:
         self.gradients = gradients
-        needed = ancestors([*gradients, *unread], stop=lambda n: not self.own(n))
+        needed = ancestors([*gradients, *unread], stop=lambda n: is_given(n) or not self.own(n))
         for node in self.program.graph.nodes:
             if node in needed and self.own(node):
                 self._require(node)
@@ -182,7 +193,7 @@ class _Backward:
             missing = []
             if node not in self.placed and node not in self.saved:
                 repeated = node.meta.get(RECOMPUTE) or is_free(node, self.parameters)
-                if self.own(node) or (_kind(node) != "input" and repeated):
+                if not is_given(node) and (self.own(node) or repeated):
                     missing = [n for n in when_repeated(node) if n not in self.placed and n not in self.saved]
                     if not missing:
                         self.placed.add(node)

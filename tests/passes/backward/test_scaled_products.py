@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from advice import refused
+from fp8_models import EVERY, Model, batch
 from local_programs import local_program
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import megafx
 from megafx.analysis.communication import collective_nodes
@@ -37,7 +37,6 @@ from megafx.testing import make_planner
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 T = 2
-EVERY = {"fp8": "hybrid", "first_last_layers_bf16": False}
 
 
 def cut(dim: int, n: int, t: int = T) -> Placement:
@@ -244,41 +243,6 @@ def test_values_that_several_linears_read_are_cast_once() -> None:
 
 
 # -- whole models
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, ffn: int, p: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.p = nn.LayerNorm(width), nn.LayerNorm(width), p
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, h = x.shape
-        y = self.norm1(x)
-        q, k, v = (w(y).view(b, s, 4, -1).transpose(1, 2) for w in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
-        x = x + F.dropout(self.o(a), self.p, self.training)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.p, self.training)
-
-
-class Model(nn.Module):
-    def __init__(self, ffn: int = 48, layers: int = 3, p: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(40, 32)
-        self.layers = nn.ModuleList(Block(32, ffn, p) for _ in range(layers))
-        self.head = nn.Linear(32, 40, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def batch(seq: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, 40, (2, seq), generator=torch.Generator().manual_seed(1))
-    return ids, ids
 
 
 @pytest.mark.parametrize(

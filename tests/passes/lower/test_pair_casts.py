@@ -130,3 +130,26 @@ def test_a_model(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = megafx.verify(model.double(), config, example_inputs=(x,), tolerance=1e-10)
     assert verdict.reference == "megafx at t=1" and verdict, str(verdict)
     assert made["fp8_amax_both"] and made["fp8_quantize_both"]
+
+
+def test_both_orientations_by_one_scale() -> None:
+    """Of a weight whose casts are kept; not where one is read before the other is made."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        largest = ops.fp8_amax(x, -1, -1, [], "tp")
+        plain, scale, _ = cast_by(x, largest, True)
+        between = plain.sum() if y.shape[0] == 3 else y
+        turned, again, _ = cast_by(x, largest, False)
+        return plain, scale, between, turned, again
+
+    def cast_by(x: Tensor, largest: Tensor, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
+        q, qt, scale = ops.fp8_quantize(x, largest, -1, "e4m3", False, plain, not plain)
+        return (q if plain else qt), scale, largest
+
+    x = torch.randn(6, 8)
+    for rows, left in ((2, 1), (3, 2)):
+        y = torch.randn(rows, 4)
+        before, after = parts(function, x, y)
+        assert fp8_calls(after) == {"fp8_amax": 1, "fp8_quantize": left}
+        for a, b in zip(after(x, y), before(x, y), strict=True):
+            assert torch.equal(a, b)

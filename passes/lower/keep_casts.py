@@ -1,0 +1,28 @@
+"""Casts of weights to FP8 are made before forward, given to forward and backward, and kept until a weight changes.
+
+Before:  %a = fp8_amax(%w); %q, _, %s = fp8_quantize(%w, %a); ... ; _, %qt, _ = fp8_quantize(%w, %a)      # in backward
+After:   the same nodes, marked as GIVEN: `partition` puts them into a graph of their own
+Legal because: they are made of parameters alone, on every rank alike. A call on other values of these makes them again.
+
+It has effect in the form of a call that runs once weights have served two calls (`Planner.keeps_casts`): with one micro-batch
+a step, casts that are kept would cost two bytes of each element, and save nothing. Weights that ranks gather for a layer at a
+time (fsdp) are cast where they are gathered, and not kept: each rank would hold all of them.
+"""
+
+from __future__ import annotations
+
+from megafx.analysis.casts import casts_of_weights
+from megafx.ir.program import GIVEN, Phase, Program
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.BOUND, Phase.BOUND
+
+
+def keep_casts(program: Program, planner: Planner) -> int:
+    """Return the number of values that are given."""
+    if not planner.keeps_casts:
+        return 0
+    casts = casts_of_weights(program)
+    for place, (node, names) in enumerate(casts.items()):
+        node.meta[GIVEN] = place, names
+    return len(casts)
