@@ -241,4 +241,5 @@ class Trace:
     def state(self) -> PythonState:
         """Of the graph; to be asked after the trace, when all is as before."""
         inputs, decisions = self.followed.all_inputs(), self.numbers.decisions
-        return PythonState(self.guards(), inputs, self.writes.found, decisions, self.reads.latest)
+        counters = [place for name, place in self.followed.counters.items() if name not in self.followed.inputs]
+        return PythonState(self.guards(), inputs, self.writes.found, decisions, self.reads.latest, counters)

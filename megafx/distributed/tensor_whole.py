@@ -184,7 +184,7 @@ class Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, spec: DTensorSpec, kind: type[DTensor]) -> DTensor:
-        return _new(kind, shard_of(whole, spec), spec_of(spec, whole.dtype), requires_grad=False)
+        return _new(kind, shard_of(whole.detach(), spec), spec_of(spec, whole.dtype), requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

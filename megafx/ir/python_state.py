@@ -225,7 +225,7 @@ class PythonState:
 
     inputs: by name; their values are leaves of the call. writes: what forward leaves behind, by name. decisions: each a
     computation with numbers that forward writes, and its outcome. latest: how many hooks had run when forward last read the
-    attribute of that name.
+    attribute of that name. counters: where these numbers are.
     """
 
     guards: list[tuple[Place, Any]] = field(default_factory=list)
@@ -233,6 +233,7 @@ class PythonState:
     writes: Mapping[str, Writable] = field(default_factory=dict)
     decisions: Sequence[tuple[Callable[[], Any], Any]] = ()
     latest: Mapping[str, int] = field(default_factory=dict)
+    counters: Sequence[Place] = ()
 
     def __post_init__(self) -> None:
         self._bind()

@@ -45,6 +45,7 @@ from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.runtime.written_arguments import written_arguments
+from megafx.units import bytes_text
 
 
 class Runs(Protocol):
@@ -96,6 +97,7 @@ class CompiledCall:
 
 
 _STORED = ("param", "buffer")
+KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until backward
 
 
 class BoundGraph:
@@ -132,7 +134,13 @@ class BoundGraph:
         changed = self.written | {i for i, x in enumerate(self.inputs) if x.kind in _STORED and x.name in names}
         read = {i for i, _ in compiled.executable.read_in_backward} if changed else set()
         self.copied = {i for i in changed if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
+        self.changed = sorted(changed)  # inputs that a call writes into
         slots = state.slots
+        own = [i for i, x in enumerate(self.inputs) if x.kind == "param" and i not in changed]
+        self.read_slots = [slots[self.inputs[i].name] for i in own]
+        kinds = ("user", "buffer")
+        self.read_inputs = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
+        self.read_names = [self.inputs[i].name for i in (*own, *self.read_inputs)]
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
@@ -224,6 +232,7 @@ class BoundGraph:
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
+            step.again = _Again(self, inputs, user, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
                 step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
                 step.run.anchor = _Anchor.apply(step, *wrt)
@@ -294,7 +303,9 @@ class BoundGraph:
             elif spec.kind == "user":
                 at, value = len(inputs), next(given)
                 user[at], local = value, value.local.contiguous() if isinstance(value, CacheShard) else value.detach()
-                inputs.append(again.get((spec.kind, spec.name), local.clone() if at in self.copied else local))
+                was = again.get((spec.kind, spec.name))
+                local = local if was is None else was.detach()
+                inputs.append(local.clone() if was is None and at in self.copied else local)
             elif (spec.kind, spec.name) in again:
                 inputs.append(again[spec.kind, spec.name])
             elif spec.kind == "buffer":
@@ -401,16 +412,15 @@ class BoundGraph:
         return found
 
     def gradients_with_hooks(
-        self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
     ) -> list[Any]:
         """As below, with hooks on outputs that other outputs depend on."""
         found = (
             (self.state.meshes.data is not None, "data-parallel ranks have parts of the batch"),
             (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
             (any(spec.kind == "seed" for spec in self.inputs), "its dropout would draw other masks"),
-            (bool(call.caches or (self.mutations and again is None)), "it has changed a cache or a buffer"),
-            (bool(self.changed_parameters), "it has changed a parameter"),
-            (bool(self.written), "it has written into an argument"),
+            (bool(call.caches), "it has changed a cache"),
+            (not again.complete, f"it has changed {self._what_is_changed()}, of which no copy is kept"),
             (self.compiled.holding is not None, "gradients are added to `main_grad` by the graph"),
             (not self.state.config.gather_outputs, "gather_outputs=False"),
         )
@@ -418,7 +428,7 @@ class BoundGraph:
             raise refused(hooked, why)
         return self._in_eager(kept, call, again, tangents, hooked)
 
-    def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:
+    def gradients_with_graph(self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
         state = self.state
         if state.meshes.data is not None:
@@ -436,40 +446,31 @@ class BoundGraph:
                 f"{WHERE}: it is computed in eager mode, whose dropout draws other masks than the graph's",
                 fix="compute this term with dropout off (model.eval(), or p=0)",
             )
-        if self.written:
+        if call.caches or not again.complete:
             raise UsageError(
-                f"{WHERE}: it is computed in eager mode, from an argument that forward writes into",
-                fix="let forward write into a copy of the argument (x = x.clone())",
-            )
-        if call.caches or (self.mutations and again is None):
-            what = "caches" if call.caches else f"buffer '{self.mutations[0][1]}'"
-            raise UsageError(
-                f"{WHERE}: it is computed in eager mode, from what the call changes ({what})",
-                fix="compute this term in a call that changes nothing (model.eval(), use_cache=False)",
-            )
-        if self.changed_parameters:
-            raise UsageError(
-                f"{WHERE}: it is computed in eager mode, from what the call changes (parameter '{self.changed_parameters[0]}')",
-                fix="let forward write into buffers (register_buffer), or compute this term in a call that changes nothing",
+                f"{WHERE}: it is computed in eager mode, from what the call has changed, of which no copy is kept "
+                f"({'caches' if call.caches else self._what_is_changed()})",
+                fix="compute this term in a call that changes less (model.eval(), use_cache=False, a copy of an argument)",
             )
         return self._in_eager(kept, call, again, tangents, ())
 
+    def _what_is_changed(self) -> str:
+        return f"more than {bytes_text(KEPT_BYTES)}: '{self.inputs[self.changed[0]].name}' first" if self.changed else ""
+
     def _in_eager(
-        self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
     ) -> list[Any]:
         self.executable.check(kept)
-        if again is not None:
-            again.check()
-        users = [i for i, spec in enumerate(self.inputs) if spec.kind == "user"]
-        before = {} if again is None else {name: x for (kind, name), x in again.values.items() if kind == "buffer"}
-        wrt = self.wrt_slots
         state, where = self.state, "hooks on outputs that other outputs depend on" if hooked else WHERE
         why = where if hooked else "gradients of gradients (create_graph=True)"
+        again.check(why, "")
+        users = [i for i, spec in enumerate(self.inputs) if spec.kind == "user"]
+        wrt = self.wrt_slots
 
         def eager(call: Call) -> Any:
             return self.eager(call, why)
 
-        made = EagerCall(state.model, state.slots, eager, call, self.compiled.spec, before, wrt, users, where)
+        made = EagerCall(state.model, state.slots, eager, call, self.compiled.spec, again.values, again.counters, wrt, users, where)
         return made.gradients(self.connected, tangents, hooked)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
@@ -496,33 +497,40 @@ class BoundGraph:
 
 
 class _Again:
-    """What it takes to compute a call once more: values that a later call changes, and how all others were.
+    """What it takes to compute a call once more: copies of what the call writes, as it was before, and how all else that it
+    reads was.
 
-    values: (kind, name) of an input -> what it was.
+    values: (kind, name) of an input -> what it was: with its history in autograd, if it is an argument. counters: numbers that
+    forward writes, as they were. complete: False if
+    there are more than KEPT_BYTES of that, of which nothing is copied unless outputs beside the loss have no gradients yet.
     """
 
-    def __init__(self, graph: BoundGraph, inputs: list[Any], parameters: Sequence[torch.Tensor]) -> None:
-        written = {name for _, name in graph.mutations}
-        pairs = [(spec, value) for spec, value in zip(graph.inputs, inputs, strict=True)]
-        given = {graph.inputs[i].name for i in graph.written}
-        self.values: dict[tuple[str, str], Any] = {
-            (spec.kind, spec.name): value.clone() if spec.kind in _STORED else value
-            for spec, value in pairs
-            if spec.kind == "seed" or (spec.kind in _STORED and spec.name in written) or spec.name in given
-        }
-        read = [(spec.name, x) for spec, x in pairs if isinstance(x, torch.Tensor) and spec.name not in written | given]
-        wrt = [*zip(graph.wrt_names, graph.wrt_slots, parameters, strict=True)]
-        read += [(name or "an input", x) for name, i, x in wrt if isinstance(i, Slot) or i not in graph.written]
-        self.versions = [(name, x, x._version) for name, x in read if not x.is_inference()]
+    def __init__(self, graph: BoundGraph, inputs: list[Any], given: Mapping[int, torch.Tensor], seed: bool) -> None:
+        """given: position of an input -> the user's own tensor. seed: random numbers are to be drawn as before."""
+        self.graph, self.values = graph, dict[tuple[str, str], Any]()
+        changed = [graph.inputs[i] for i in graph.changed]
+        olds = [given[i] if i in graph.written else inputs[i] for i in graph.changed]
+        self.complete = seed or sum(x.numel() * x.element_size() for x in olds) <= KEPT_BYTES
+        if self.complete:
+            self.values = {(spec.kind, spec.name): x.clone() for spec, x in zip(changed, olds, strict=True)}
+        if seed:
+            seeds = [(i, spec) for i, spec in enumerate(graph.inputs) if spec.kind == "seed"]
+            self.values |= {(spec.kind, spec.name): inputs[i] for i, spec in seeds}
+        self.counters = [(place, place.get()) for place in graph.compiled.spec.state.counters]
+        parameters = [slot.module._parameters[slot.key] for slot in graph.read_slots]
+        read = [*parameters, *(inputs[i] for i in graph.read_inputs)]
+        self.versions = [
+            None if not isinstance(x, torch.Tensor) or x.is_inference() else (x, x._version) for x in read
+        ]
 
-    def check(self) -> None:
-        """Raise where the call can no longer be computed as it was."""
-        for name, tensor, version in self.versions:
-            if tensor._version != version:
+    def check(self, what: str, fix: str) -> None:
+        """Raise where the call can no longer be computed as it was. what: is computed by it."""
+        for index, of in enumerate(self.versions):
+            if of is not None and of[0]._version != of[1]:
                 raise UsageError(
-                    f"'{name}' was changed in place between forward and backward, which computes the call once more for the "
-                    "gradients of outputs beside the loss",
-                    fix="call backward before the change, or pass Config(differentiable_outputs=True)",
+                    f"'{self.graph.read_names[index]}' was changed in place between forward and backward, which computes the "
+                    f"call once more for {what}",
+                    fix=f"call backward before the change{fix}",
                 )
 
 
@@ -548,7 +556,6 @@ class _Step:
         """The outputs that autograd knows of."""
         graph, call = self.graph, self.call
         assert call is not None
-        self.again = _Again(graph, self.inputs, wrt) if graph.compiled.beside else None
         with running(self.run) if graph.tapes else contextlib.nullcontext():
             outputs, self.kept = graph.executable.forward(self.inputs)
         graph.watch_parameters(self.kept)
@@ -571,7 +578,7 @@ class _Step:
         hooked = called_for(
             self.watched, {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
         )
-        if (beside and again is None) or ((beside or in_eager or hooked) and call is None):
+        if (beside or in_eager or hooked) and call is None:
             raise freed()
         try:
             with stopping_with_others("backward"):
@@ -584,17 +591,19 @@ class _Step:
                     step, shared = self.numbers
                     boards.backward(graph, step, shared, graph.state.held.now, about)
                 if hooked:
-                    assert call is not None
+                    assert again is not None and call is not None
                     found = graph.gradients_with_hooks(self.kept, call, again, tangents, hooked)
                     if not retain and not in_eager:
                         self.free()
                     return found
                 if in_eager:
-                    assert call is not None
+                    assert again is not None and call is not None
                     return graph.gradients_with_graph(self.kept, call, again, tangents)
                 if beside:
                     assert again is not None and call is not None
-                    again.check()
+                    again.check(
+                        "the gradients of outputs beside the loss", ", or pass Config(differentiable_outputs=True)"
+                    )
                     by_output = dict(zip(graph.connected, tangents, strict=True))
                     gradients = graph.differentiable.recompute(again, call, by_output, edges)
                 else:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import Updated, kept
 from megafx.distributed.parameters import Slot
+from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_whole import Part
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
@@ -34,9 +35,9 @@ WHERE = "double backward through a parallelized model"
 class EagerCall:
     """A call of a graph, to be computed in eager mode.
 
-    eager: the user's code. buffers: FQN -> what a buffer was at the call, where that has changed it. wrt: parameters (slots)
-    and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's tensors.
-    where: for messages.
+    eager: the user's code. before: (kind, name) of what the call has written into -> what it was: of parameters what a rank
+    holds, of arguments with its history in autograd. counters: numbers that it has written, as they were. wrt: parameters (slots) and inputs (positions among the graph's inputs)
+    of which gradients are wanted. inputs: positions of the call's tensors. where: for messages.
     """
 
     model: nn.Module
@@ -44,7 +45,8 @@ class EagerCall:
     eager: Callable[[Call], Any]
     call: Call
     spec: CallSpec
-    buffers: Mapping[str, Tensor]
+    before: Mapping[tuple[str, str], Tensor]
+    counters: Sequence[tuple[Place, Any]]
     wrt: Sequence[Slot | int]
     inputs: Sequence[int]
     where: str = WHERE
@@ -64,22 +66,29 @@ class EagerCall:
         given = [*self.call.leaves, *(self.call.state or {}).values()]
         tensors = [i for i, leaf in enumerate(self.spec.leaves) if leaf.tensor]
         place = dict(zip(self.inputs, tensors, strict=True))
-        for i in (place[x] for x in self.wrt if not isinstance(x, Slot)):
-            given[i] = _alias(given[i], True)
+        names_given = [*self.call.names(), *(f"state[{name}]" for name in self.call.state or {})]
+        for i, name in enumerate(names_given):
+            given[i] = self.before.get(("user", name), given[i])
+        inputs = {i: _alias(given[i], True) for i in (place[x] for x in self.wrt if not isinstance(x, Slot))}
+        for i, name in enumerate(names_given):
+            value = inputs.get(i, given[i])
+            given[i] = value.clone() if ("user", name) in self.before else value
         own = len(self.call.leaves)
         args, kwargs, loss_inputs = pytree.tree_unflatten(given[:own], self.call.spec)
         call = replace(self.call, args=args, kwargs=kwargs, loss_inputs=loss_inputs, leaves=given[:own])
         with (
             self._buffers(),
             self._parameters() as aliases,
-            _state(state, dict(zip(state.inputs, given[own:], strict=True))),
+            _state(state, dict(zip(state.inputs, given[own:], strict=True)), self.counters),
         ):
             output = self.eager(call)
             written = {name: write.left(write.place.get()) for name, write in state.writes.items()}
-        leaves = pytree.tree_leaves(kept(Updated(output, (), written, {}) if written else output))
+        arguments = {name: given[names_given.index(name)] for name in self.spec.written}
+        more = written or arguments
+        leaves = pytree.tree_leaves(kept(Updated(output, (), written, arguments) if more else output))
         made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
         pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
-        wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, given[place[x]]) for x in self.wrt]
+        wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, inputs[place[x]]) for x in self.wrt]
         retained = [w for w in hooked if w.retains()]
         for each in hooked:
             for hook in each.hooks.values():
@@ -98,9 +107,13 @@ class EagerCall:
     def _parameters(self) -> Iterator[dict[int, Tensor]]:
         """Within, parameters are whole and plain: id of a parameter -> what replaces it. Collective."""
         wanted = {id(x) for x in self.wrt}
-        slots = [(slot, p) for slot in self.slots.values() if (p := slot.get()) is not None]
+        named = [(name, slot, p) for name, slot in self.slots.items() if (p := slot.get()) is not None]
+        slots = [(slot, p) for _, slot, p in named]
         wrt = {id(p) for slot, p in slots if id(slot) in wanted}
         aliases: dict[int, Tensor] = {}
+        for name, _, p in named:
+            if (was := self.before.get(("param", name))) is not None:
+                aliases[id(p)] = _whole(wrap(was, p._spec) if isinstance(p, TPTensor) else was).clone()
         for _, p in slots:
             if id(p) not in aliases:
                 aliases[id(p)] = _alias(p, id(p) in wrt)
@@ -115,12 +128,13 @@ class EagerCall:
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[None]:
         """Within, the buffers that the call has changed are copies of what they were before it."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        for name, value in self.buffers.items():
-            path, _, key = name.rpartition(".")
-            table = self.model.get_submodule(path)._buffers
-            before.append((table, key, table[key]))
-            table[key] = value.clone()
+        copies = {
+            id(self.model.get_buffer(n)): was.clone() for (kind, n), was in self.before.items() if kind == "buffer"
+        }
+        tables = (m._buffers for m in self.model.modules()) if copies else ()
+        before = [(table, key, x) for table in tables for key, x in table.items() if id(x) in copies]
+        for table, key, value in before:
+            table[key] = copies[id(value)]
         try:
             yield
         finally:
@@ -130,11 +144,6 @@ class EagerCall:
 
 def _check(state: PythonState, where: str) -> None:
     """Raise where eager mode would not compute what the call has."""
-    if state.decisions or not all(isinstance(place, Place) for place in state.inputs.values()):
-        raise UsageError(
-            f"{where}: it is computed in eager mode, from numbers that the call itself has changed ({', '.join(state.writes)})",
-            fix="set such numbers outside of forward, before each call",
-        )
     if changed := state.changed():
         raise UsageError(
             f"{where}: forward reads {names(changed)}, which changed between forward and backward",
@@ -143,14 +152,16 @@ def _check(state: PythonState, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _state(state: PythonState, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Within, the Python state that is an input is as given; what is written goes again."""
+def _state(state: PythonState, inputs: Mapping[str, Any], counters: Sequence[tuple[Place, Any]]) -> Iterator[None]:
+    """Within, the Python state that is an input is as given, and so are numbers; what is written goes again."""
     places = [p for p in state.inputs.values() if isinstance(p, Place)]
-    before = [(place, place.get()) for place in (*places, *(write.place for write in state.writes.values()))]
+    before = [(place, place.get()) for place in (*places, *state.counters, *(write.place for write in state.writes.values()))]
     lists = [(held, [*held]) for w in state.writes.values() if isinstance(held := w.place.get(), (list, deque))]
     try:
         for place in places:
             place.set(inputs[place.name])
+        for place, value in counters:
+            place.set(value)
         yield
     finally:
         for held, items in lists:

@@ -96,7 +96,6 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<target> of sizes that are read from tensors",
         "<WHERE>: data-parallel ranks do not reduce",
         "<where>: forward reads <changed>",
-        "<where>: it is computed in eager mode, from",
         "<WHERE>: it is computed in eager mode, and hooks",
         "<WHERE>: it is computed in eager mode, from",
         "<relation> is no relation between sizes",

@@ -54,30 +54,47 @@ def test_changed_weights_are_noticed_before_gradients_of_gradients() -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-class Annealed(nn.Module):
-    """What it computes depends on the number of calls, which it counts itself unless `counts` is False."""
+@pytest.mark.parametrize("what", ["bias", "buffer"])
+def test_values_that_only_the_computation_anew_reads_are_noticed_when_they_change(what: str) -> None:
+    """Eager mode does not need them for gradients: it would go on."""
+    model, x = made(), torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    model[3].register_buffer("shift", torch.ones(2, dtype=torch.float64))
+    model[3].forward = lambda h: nn.functional.linear(h, model[3].weight, model[3].bias) + model[3].shift
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        (model[0].bias if what == "bias" else model[3].shift).add_(1)
+    with pytest.raises(UsageError, match="changed in place between forward and backward[^`]*call once more for gradients of"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
-    def __init__(self, counts: bool) -> None:
+
+def test_gradients_of_gradients_of_a_call_that_writes_much_are_refused_and_the_advice_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megafx.runtime.bound_graph.KEPT_BYTES", 15)
+    model = megafx.parallelize(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double())
+    x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    loss = model(x).square().mean()
+    with pytest.raises(UsageError, match=r"no copy is kept \(more than 15 B: '1.running_mean' first\)[^`]*model.eval\(\)"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    model.eval()
+    torch.autograd.grad(model(x).square().mean(), x, create_graph=True)[0].sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.counts, self.calls = nn.Linear(4, 2).double(), counts, 0
+        self.up, self.calls = nn.Linear(4, 2).double(), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.counts:
-            self.calls += 1
         return self.up(x).sin() * 0.5**self.calls
 
 
-def test_gradients_of_gradients_of_changed_numbers_are_refused_and_the_advice_works() -> None:
+def test_gradients_of_gradients_of_numbers_that_change() -> None:
     x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
-    model: Any = megafx.parallelize(Annealed(True))
-    y = model(x)
-    with pytest.raises(
-        UsageError, match=r"numbers that the call itself has changed \(calls\)[\s\S]*outside of forward"
-    ):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-    model = megafx.parallelize(Annealed(False))
+    model: Any = megafx.parallelize(Annealed())
     found = []
-    for each in (model, Annealed(False)):
+    for each in (model, Annealed()):
         each.load_state_dict(model.state_dict())
         for each.calls in (1, 2):
             (first,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)

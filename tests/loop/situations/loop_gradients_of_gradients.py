@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from loop import Loop, situation
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 PENALTY = "https://github.com/pytorch/pytorch/issues/159959"
 
@@ -88,6 +89,78 @@ def a_penalty_of_a_model_with_hooks_on_tensors_and_state(loop: Loop) -> None:
         (sum(g.square().sum() for g in first) + energy).backward()
         loop.see(first=first, x=x.grad, energy=model.energy, norms=model.norms, calls=model.calls)
         loop.see_gradients(model)
+
+
+class Critic(nn.Module):
+    """Batch norm in training and spectral norm write buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6)
+        self.up = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(24, 12))
+        self.score = torch.nn.utils.spectral_norm(nn.Linear(12, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(torch.tanh(self.up(F.leaky_relu(self.norm(self.conv(x)), 0.2).flatten(1))))
+
+
+@situation("https://github.com/caogang/wgan-gp/issues/11")
+def a_penalty_of_a_critic_with_batch_norm_and_spectral_norm(loop: Loop) -> None:
+    model = loop.model(Critic())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9))
+    for _ in range(2):
+        real, fake, share = torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.rand(5, 1, 1)
+        mixed = (share * real + (1 - share) * fake).requires_grad_()
+        scores = model(real), model(fake), model(mixed)
+        (found,) = torch.autograd.grad(scores[2].sum(), mixed, create_graph=True)
+        penalty = ((found.flatten(1).norm(dim=1) - 1) ** 2).mean()
+        optimizer.zero_grad()
+        (scores[1].mean() - scores[0].mean() + 10 * penalty).backward()
+        loop.see(penalty=penalty)
+        loop.see_gradients(model)
+        optimizer.step()
+    loop.see_state(model)
+    model.eval()
+    loop.see(score=model(real))
+
+
+class Writing(nn.Module):
+    """Writes a frozen parameter, a buffer, a tensor of an attribute, and twice its argument; counts, and decides by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.slow = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.alias, self.kept, self.calls, self.scale = self.mean, torch.ones(6), 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scale *= 0.9
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(self.up.weight, alpha=0.1)
+            self.mean.mul_(0.5).add_(x.mean(0))
+            self.kept.mul_(1.5)
+        x.mul_(self.kept)
+        h = torch.tanh(self.up(x + self.mean) + self.slow(x)) * self.scale
+        y = self.down(h if self.calls % 2 else h * 2)
+        x.add_(y.sum())
+        self.energy = y.square().mean()
+        return y
+
+
+@situation(PENALTY)
+def a_penalty_of_a_call_that_writes(loop: Loop) -> None:
+    model = loop.model(Writing())
+    for _ in range(3):
+        leaf = torch.randn(5, 6, requires_grad=True)
+        x = leaf * 3
+        y = model(x)
+        wanted = [leaf, *(p for p in model.parameters() if p.requires_grad)]
+        first = torch.autograd.grad(y.square().sum() + x.sum() + model.energy, wanted, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        loop.see(first=first, leaf=leaf.grad, x=x, kept=model.kept, counted=[model.calls, model.scale])
+        loop.see_gradients(model)
+    loop.see_state(model)
 
 
 class Signed(nn.Module):

@@ -260,31 +260,6 @@ def arguments_that_share_memory(loop: Loop) -> None:
     loop.see(loss=model(x, other.clone()), x=x)
 
 
-@situation(LEAF)
-def gradients_of_gradients_of_a_call_that_writes(loop: Loop) -> None:
-    """Refused; the advice is followed."""
-    if not loop.eager:
-        model = loop.model(Net(lambda x, other: x.mul_(2)))
-        loss = model(torch.randn(4, 6))
-        with pytest.raises(UsageError, match=r"write into a copy of the argument \(x = x.clone\(\)\)"):
-            torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
-        torch.manual_seed(0)
-    model = loop.model(Copying())
-    for p in torch.autograd.grad(model(torch.ones(4, 6)), [*model.parameters()], create_graph=True):
-        p.square().sum().backward(retain_graph=True)
-    loop.see_gradients(model)
-
-
-class Copying(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        return self.up(x.mul_(2)).tanh().mean()
-
-
 @situation(CACHE, ranks=(), data=("ddp", "fsdp"))
 def rows_of_each_rank_are_written(loop: Loop) -> None:
     """And what has no rows: statistics of the whole batch."""
