@@ -87,7 +87,8 @@ class Record:
         return made
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """True if this is an object whose attributes are all that it is: of a plain class of the user's, and its like."""
     kind = type(value)
     known = kind in pytree.SUPPORTED_NODES or isinstance(value, (torch.Tensor, type, Enum, BaseException, CacheState))
     if kind is SimpleNamespace or kind.__module__.startswith("torch.distributions."):
@@ -103,7 +104,7 @@ def kept(output: Any) -> Any:
     def one(value: Any) -> Any:
         if isinstance(value, torch.Size):
             return Shape(tuple(value))
-        if _is_record(value):
+        if is_record(value):
             while register_dataclasses(pytree.tree_leaves([*vars(value).values()])):
                 pass
             return Record(type(value), tuple(vars(value)), tuple(map(kept, vars(value).values())))

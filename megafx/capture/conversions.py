@@ -23,7 +23,9 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 
+from megafx.capture.host_numbers import HostNumber, of_counted
 from megafx.ir.source_lines import is_user_file
+from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.progress import also_among_frozen
 
 _NAMES = ("float", "int", "bool")
@@ -135,22 +137,48 @@ def limits(old: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
-def of_number(name: str) -> Callable[[Any], Any]:
-    """A function of `math`, also of a number of data: by the tensor that it is, in fp64. Where `math` raises an error (the
-    logarithm of 0) that has an infinity or NaN."""
+def of_numbers(name: str) -> Callable[[Any], Any]:
+    """A function of `math`, also of numbers of data and of those that forward counts. That of one number that was read from a
+    tensor is computed by torch, in fp64, as it may meet tensors: where `math` raises an error (the logarithm of 0) it has an
+    infinity or NaN. Others are numbers alone."""
 
     def of(old: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any) -> Any:
-            if len(args) != 1 or not _of_data(args[0]):
-                return old(*args)
-            return getattr(torch, name)(torch.scalar_tensor(args[0], dtype=torch.float64)).item()
+        def function(*args: Any, **kwargs: Any) -> Any:
+            counted = any(isinstance(x, HostNumber) for x in args)
+            if kwargs or not 1 <= len(args) <= 2 or not (counted or any(map(_of_data, args))):
+                return old(*args, **kwargs)
+            if counted:
+                return old(*args) if any(isinstance(x, SymTypes) for x in args) else of_counted(old, args)
+            if len(args) == 1 and name in _TORCH and args[0].node.expr.is_symbol:
+                return getattr(torch, name)(torch.scalar_tensor(args[0], dtype=torch.float64)).item()
+            return OF_NUMBERS(name, *args).item()
 
         return function
 
     return of
 
 
-MATH = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "tanh", "atan", "erf")
+_TORCH = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "tanh", "atan", "erf")
+MATH = (
+    *_TORCH,
+    *(
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "copysign",
+        "cosh",
+        "degrees",
+        "erfc",
+        "exp2",
+        "fabs",
+        "fmod",
+    ),
+    *("gamma", "hypot", "isclose", "isfinite", "isinf", "isnan", "lgamma", "pow", "radians", "remainder", "sinh"),
+)
 
 
 def _whole(value: Any) -> bool:

@@ -37,7 +37,8 @@ class Followed:
 
     dicts: those whose items it changes. computed: numbers made of counters that meet tensors. storing: identities of hooks that
     store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
-    reads them; read_first: after it has. layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
+    reads them; read_first: after it has. objects: that forward puts at places, in the trace that first showed it.
+    layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -47,13 +48,23 @@ class Followed:
     computed: list[Computed] = field(default_factory=list)
     storing: set[Hashable] = field(default_factory=set)
     replaced: dict[str, Place] = field(default_factory=dict)
+    objects: dict[str, list[Any]] = field(default_factory=dict)
     read_first: set[str] = field(default_factory=set)
     layer_by_layer: bool = False
 
     @property
     def each_layer(self) -> bool:
         """True if each layer has to be traced."""
-        state = (self.inputs, self.counters, self.growing, self.dicts, self.computed, self.storing, self.replaced)
+        state = (
+            self.inputs,
+            self.counters,
+            self.growing,
+            self.dicts,
+            self.computed,
+            self.storing,
+            self.replaced,
+            self.objects,
+        )
         return self.layer_by_layer or any(state)
 
     def all_inputs(self) -> dict[str, Any]:
@@ -88,6 +99,9 @@ class Followed:
             self.dicts |= trace.writes.dicts
             if not new[1]:  # whether a dict's numbers are read at all shows in the next trace
                 self.counters |= counters
+            return True
+        if trace.writes.objects.keys() - self.objects.keys():
+            self.objects = trace.writes.objects | self.objects
             return True
         unseen = {n: w.place for n, w in trace.writes.found.items() if _is_unseen(w.place) and not w.grows}
         if added := unseen.keys() - self.replaced.keys() - self.read_first - self.inputs.keys():
@@ -160,7 +174,7 @@ class Trace:
     def __init__(self, model: nn.Module, followed: Followed, eager: Sequence[str]) -> None:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
-        self.writes, self.numbers = Writes(self.reads), HostNumbers()
+        self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers()
         self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self.writes.watch, self.writes.compare
         self.tensors: dict[str, list[Tensor]] = {}
         self.finished = False

@@ -8,9 +8,10 @@ more with an input for each.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,18 @@ class HostNumber:
 
         args, kwargs = torch.utils._pytree.tree_map(tensor, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
+
+
+def of_counted(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber:
+    """A function of numbers, some of which forward counts."""
+    owner = next(x for x in args if isinstance(x, HostNumber))
+    now = [x.compute if isinstance(x, HostNumber) else functools.partial(_itself, x) for x in args]
+    values = [x.value if isinstance(x, HostNumber) else x for x in args]
+    return HostNumber(function(*values), lambda: function(*(get() for get in now)), owner.owner, owner.name)
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[HostNumber, Any], Any]:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture import tensor_hooks
 from megafx.capture.checks import only_skips, passing_checks
-from megafx.capture.conversions import MATH, functions_with, limits, of_number, with_conversions
+from megafx.capture.conversions import MATH, functions_with, limits, of_numbers, with_conversions
 from megafx.capture.eager_functions import LeftFunction, left_functions
 from megafx.capture.errors import packing
 from megafx.capture.functions import (
@@ -224,7 +224,7 @@ def replacements(
     table.append(Replacement(non_strict_utils, "_tensor_min_max", limits, why))
 
     why = "functions of math want a number, of which a trace has none"
-    table += [Replacement(math, name, of_number(name), why) for name in MATH]
+    table += [Replacement(math, name, of_numbers(name), why) for name in MATH]
 
     why = "`float(tensor)` has to be a number, of which a trace has none"
     for function in dict.fromkeys(f for code in converting for f in functions_with(code)):

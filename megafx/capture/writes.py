@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from operator import is_
 from typing import Any
 
@@ -20,11 +20,22 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
+from megafx.capture.caches import Kept, Record, Shape, is_record, kept
 from megafx.capture.host_numbers import HostNumber
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import register_dataclasses
-from megafx.ir.python_state import ABSENT, NAMESPACES, NUMBERS, PLAIN, Place, parts_of, same
+from megafx.ir.python_state import (
+    ABSENT,
+    NAMESPACES,
+    NUMBERS,
+    PLAIN,
+    Place,
+    has_attributes_for_parts,
+    leave,
+    parts_of,
+    same,
+)
 
 
 @dataclass(eq=False)
@@ -32,7 +43,8 @@ class Write:
     """Something that forward left at a place. leaves: of its value; None represents what leaves the graph (a tensor, or a
     number of its data), a function a host number.
 
-    grows: the value is a list of items that forward appended. refills: the list was cleared before.
+    grows: the value is a list of items that forward appended. refills: the list was cleared before. records: there are
+    objects of the user's classes in it (caches.Record), made anew in each call.
     """
 
     place: Place
@@ -40,16 +52,23 @@ class Write:
     leaves: list[Any]
     grows: bool = False
     refills: bool = False
+    records: bool = False
 
     def values(self, left: list[Any]) -> Any:
         """The value, from what left the graph in a call."""
         given = iter(left)
         leaves = [next(given) if leaf is None else leaf[0]() for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        made = pytree.tree_unflatten(leaves, self.spec)
+        if self.records:
+            made = pytree.tree_map(_instance, made, is_leaf=_is_made)
+            for each in _dataclasses(made):
+                leave(each)
+        return made
 
     def left(self, value: Any) -> list[Any]:
         """The reverse of `values`, of what is at the place after a call in eager mode."""
         value = [*value][-self.spec.num_children :] if self.grows else value
+        value = kept(value) if self.records else value
         pairs = zip(self.leaves, pytree.tree_leaves(value), strict=True)
         return [leaf for kept, leaf in pairs if kept is None]
 
@@ -77,6 +96,9 @@ class Writes:
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # each with a copy
     globals: list[tuple[Place, Any]] = field(default_factory=list)
     tables: dict[int, dict[str, Any]] = field(default_factory=dict)  # of parameters and submodules, each as it was
+    # Objects that forward has put somewhere: of an earlier trace, and of this one. Those that forward makes are others in each.
+    earlier: Mapping[str, list[Any]] = field(default_factory=dict)
+    objects: dict[str, list[Any]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Remember what modules hold."""
@@ -217,25 +239,40 @@ class Writes:
 
     def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Any]]:
         key = id(place.holder), place.key
-        register_dataclasses([new])
+        while register_dataclasses(pytree.tree_leaves([new])):
+            pass
+        objects = [leaf for leaf in pytree.tree_leaves(new) if self._is_made_here(leaf)]
+        if objects:
+            earlier = self.earlier.get(place.name, [])
+            known = {id(x) for name, some in self.objects.items() if name != place.name for x in some}
+            if not known.isdisjoint(map(id, objects)) or any(a is b for a, b in zip(objects, earlier, strict=False)):
+                raise self._unfollowed(place, objects[0])
+            self.objects[place.name] = objects
+        if records := bool(objects or _dataclasses(new)):
+            new = kept(new)
         leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new)
-        kept: list[Any] = []
+        given: list[Any] = []
         left: list[Any] = []
         for leaf in leaves:
             compute = leaf.compute if isinstance(leaf, HostNumber) else None
             if isinstance(leaf, (Tensor, *SymTypes)):  # a size, or `loss.item()`
-                kept.append(None)
+                given.append(None)
                 left.append(leaf)
             elif compute is not None:
-                kept.append((compute,))
+                given.append((compute,))
             elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):
-                kept.append((_constant(leaf),))
+                given.append((_constant(leaf),))
                 is_counter = isinstance(leaf, NUMBERS) and not isinstance(leaf, bool) and not grows
                 if is_counter and (key in self.reads.places or place.within is not None):
                     self.counters[place.name] = place
             else:
                 raise self._unfollowed(place, leaf)
-        return Write(place, spec, kept, grows), left
+        return Write(place, spec, given, grows, records=records), left
+
+    def _is_made_here(self, value: Any) -> bool:
+        return (
+            is_record(value) and id(value) not in self.reads.names and not isinstance(value, (HostNumber, *NAMESPACES))
+        )
 
     def restore(self) -> None:
         """Put back what was there before forward. (prepare.py does so for buffers.)"""
@@ -270,7 +307,31 @@ class Writes:
 
 def _mutable(value: Any) -> Any:
     """What holds the parts of a container."""
-    return vars(value) if isinstance(value, NAMESPACES) else value
+    return vars(value) if has_attributes_for_parts(value) else value
+
+
+def _dataclasses(value: Any) -> list[Any]:
+    """The instances of dataclasses in a value."""
+    found: list[Any] = []
+    pytree.tree_leaves(value, is_leaf=lambda x: bool(is_dataclass(x) and found.append(x)))
+    return found
+
+
+def _is_made(value: Any) -> bool:
+    return isinstance(value, (Record, Kept, Shape))
+
+
+def _instance(value: Any) -> Any:
+    """The user's value for one of `kept`."""
+    if isinstance(value, Kept):
+        return value.value
+    if isinstance(value, Shape):
+        return torch.Size(value.sizes)
+    if isinstance(value, Record):
+        made = value.instance(lambda part: pytree.tree_map(_instance, part, is_leaf=_is_made))
+        leave(made)
+        return made
+    return value
 
 
 def _constant(value: Any) -> Callable[[], Any]:

@@ -12,9 +12,11 @@ compared.
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import re
 import types
+import weakref
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 NUMBERS = (int, float)
 NAMESPACES = (types.SimpleNamespace, Namespace)  # whose attributes are their parts
 SEQUENCES = (list, tuple, deque)
+_left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
 
@@ -124,9 +127,22 @@ def same(a: Any, b: Any) -> bool:
 # -- what a value is made of
 
 
+def leave(record: Any) -> None:
+    """Note that a call has left this object of a class of the user's behind: its attributes are its parts, as the next call
+    will leave another one."""
+    if hasattr(record, "__dict__"):
+        with contextlib.suppress(TypeError):  # of a class that has no weak references
+            _left[id(record)] = record
+
+
+def has_attributes_for_parts(value: Any) -> bool:
+    return isinstance(value, NAMESPACES) or (value is not None and _left.get(id(value)) is value)
+
+
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A dict, list, tuple, deque, set or namespace as it was: its type, and its parts by key."""
+    """A dict, list, tuple, deque, set, namespace or object that a call has left behind, as it was: its type, and its parts by
+    key."""
 
     kind: type
     parts: Mapping[Any, Any]
@@ -138,7 +154,7 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
         return value, dict.copy(value)
     if isinstance(value, SEQUENCES) and not isinstance(value, torch.Size):
         return value, dict(enumerate(list.copy(value) if isinstance(value, list) else value))
-    if isinstance(value, NAMESPACES):
+    if has_attributes_for_parts(value):
         return vars(value), vars(value)
     if isinstance(value, (set, frozenset)):
         return value, dict.fromkeys(value)
@@ -147,7 +163,7 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
 
 def part_name(name: str, value: Any, key: Any) -> str:
     """The name of a part: 'scaling['default']', 'options.scale'."""
-    return f"{name}.{key}" if isinstance(value, NAMESPACES) else f"{name}[{key!r}]"
+    return f"{name}.{key}" if has_attributes_for_parts(value) else f"{name}[{key!r}]"
 
 
 def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -> Any:

@@ -162,6 +162,13 @@ class BoundGraph:
         self.tangents = [self.outputs[i].name for i in compiled.differentiated]
         self.reached = program.reached or Reached({}, {})
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
+        gradients = {o.name: x for o, x in zip(program.outputs, results, strict=True) if o.kind == "gradient"}
+        known = [
+            s if program.reached else gradients[program.inputs[i].name]
+            for s, i in zip(sources, compiled.wrt, strict=True)
+        ]
+        # Inputs of which nothing differentiable is made (`state.detach()` in forward): their history is none of the outputs'.
+        self.without_edge = {i for i, x in zip(compiled.wrt, known, strict=True) if i not in self.slot_of and not x}
         users = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs)}
         # Those on which most depend come last: users of an output have fewer users than it has.
         self.siblings = dict(sorted(((i, x) for i, x in users.items() if x[1]), key=lambda item: len(item[1][1])))
@@ -231,6 +238,11 @@ class BoundGraph:
         written = written_arguments(compiled.spec.written, call, self.inputs, inputs)
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+            if self.without_edge:
+                wrt = [
+                    x.detach() if x is not None and i in self.without_edge else x
+                    for i, x in zip(compiled.wrt, wrt, strict=True)
+                ]
             step = _Step(self, inputs, call)
             step.again = _Again(self, inputs, user, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
@@ -455,7 +467,9 @@ class BoundGraph:
         return self._in_eager(kept, call, again, tangents, ())
 
     def _what_is_changed(self) -> str:
-        return f"more than {bytes_text(KEPT_BYTES)}: '{self.inputs[self.changed[0]].name}' first" if self.changed else ""
+        return (
+            f"more than {bytes_text(KEPT_BYTES)}: '{self.inputs[self.changed[0]].name}' first" if self.changed else ""
+        )
 
     def _in_eager(
         self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
@@ -470,7 +484,9 @@ class BoundGraph:
         def eager(call: Call) -> Any:
             return self.eager(call, why)
 
-        made = EagerCall(state.model, state.slots, eager, call, self.compiled.spec, again.values, again.counters, wrt, users, where)
+        made = EagerCall(
+            state.model, state.slots, eager, call, self.compiled.spec, again.values, again.counters, wrt, users, where
+        )
         return made.gradients(self.connected, tangents, hooked)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
@@ -519,9 +535,7 @@ class _Again:
         self.counters = [(place, place.get()) for place in graph.compiled.spec.state.counters]
         parameters = [slot.module._parameters[slot.key] for slot in graph.read_slots]
         read = [*parameters, *(inputs[i] for i in graph.read_inputs)]
-        self.versions = [
-            None if not isinstance(x, torch.Tensor) or x.is_inference() else (x, x._version) for x in read
-        ]
+        self.versions = [None if not isinstance(x, torch.Tensor) or x.is_inference() else (x, x._version) for x in read]
 
     def check(self, what: str, fix: str) -> None:
         """Raise where the call can no longer be computed as it was. what: is computed by it."""
@@ -573,6 +587,8 @@ class _Step:
         graph = self.graph
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
+        if all(x is None for x in tangents) and not graph.tapes:  # by way of what makes nothing of it
+            return [None] * len(specs)
         own = len(graph.compiled.differentiated)
         beside = any(x is not None for x in tangents[own:]) and not in_eager
         hooked = called_for(

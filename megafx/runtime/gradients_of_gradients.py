@@ -36,8 +36,9 @@ class EagerCall:
     """A call of a graph, to be computed in eager mode.
 
     eager: the user's code. before: (kind, name) of what the call has written into -> what it was: of parameters what a rank
-    holds, of arguments with its history in autograd. counters: numbers that it has written, as they were. wrt: parameters (slots) and inputs (positions among the graph's inputs)
-    of which gradients are wanted. inputs: positions of the call's tensors. where: for messages.
+    holds, of arguments with its history in autograd. counters: numbers that it has written, as they were. wrt: parameters
+    (slots) and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's
+    tensors. where: for messages.
     """
 
     model: nn.Module
@@ -155,7 +156,9 @@ def _check(state: PythonState, where: str) -> None:
 def _state(state: PythonState, inputs: Mapping[str, Any], counters: Sequence[tuple[Place, Any]]) -> Iterator[None]:
     """Within, the Python state that is an input is as given, and so are numbers; what is written goes again."""
     places = [p for p in state.inputs.values() if isinstance(p, Place)]
-    before = [(place, place.get()) for place in (*places, *state.counters, *(write.place for write in state.writes.values()))]
+    before = [
+        (place, place.get()) for place in (*places, *state.counters, *(write.place for write in state.writes.values()))
+    ]
     lists = [(held, [*held]) for w in state.writes.values() if isinstance(held := w.place.get(), (list, deque))]
     try:
         for place in places:

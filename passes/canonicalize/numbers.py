@@ -17,6 +17,7 @@ from torch import fx
 from megafx.ir.call_spec import FUNCTION_NAMES, OutputLeaf
 from megafx.ir.nodes import aten_ops
 from megafx.ir.program import VAL, Output
+from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.passes.canonicalize.editor import Editor
 
 aten = torch.ops.aten
@@ -54,6 +55,8 @@ def _computed_of_numbers(graph: fx.Graph) -> set[fx.Node]:
     """Numbers that are read from tensors, and those that Python computes of these."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
+        if node.target is OF_NUMBERS and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
         if node.op == "call_function" and not isinstance(node.meta.get(VAL), torch.Tensor):
             known = node.target in FUNCTION_NAMES and not found.isdisjoint(node.all_input_nodes)
             if known or node.target in _NUMBERS:
@@ -81,10 +84,15 @@ class _Leaving:
             return ("of", self._known(node, output, False))
         if node.target in _NUMBERS:
             (tensor,) = node.all_input_nodes
+            if tensor.target is OF_NUMBERS:
+                return ("call", f"math.{tensor.args[0]}", *map(lambda x: self._operand(x, output), tensor.args[1:]))
             return ("of", self._known(tensor, output, plain))
         assert not node.kwargs
-        args = (self.number(x, output, False) if isinstance(x, fx.Node) else ("is", x) for x in node.args)
+        args = (self._operand(x, output) for x in node.args)
         return ("call", FUNCTION_NAMES[node.target], *args)  # type: ignore[index]  # a function
+
+    def _operand(self, x: Any, output: Output) -> Any:
+        return self.number(x, output, False) if isinstance(x, fx.Node) else ("is", x)
 
     def _known(self, key: fx.Node, output: Output, plain: bool) -> int:
         if key not in self.known:

@@ -63,7 +63,9 @@ def test_values_that_only_the_computation_anew_reads_are_noticed_when_they_chang
     loss = model(x).square().mean()
     with torch.no_grad():
         (model[0].bias if what == "bias" else model[3].shift).add_(1)
-    with pytest.raises(UsageError, match="changed in place between forward and backward[^`]*call once more for gradients of"):
+    with pytest.raises(
+        UsageError, match="changed in place between forward and backward[^`]*call once more for gradients of"
+    ):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
@@ -74,7 +76,9 @@ def test_gradients_of_gradients_of_a_call_that_writes_much_are_refused_and_the_a
     model = megafx.parallelize(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double())
     x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
     loss = model(x).square().mean()
-    with pytest.raises(UsageError, match=r"no copy is kept \(more than 15 B: '1.running_mean' first\)[^`]*model.eval\(\)"):
+    with pytest.raises(
+        UsageError, match=r"no copy is kept \(more than 15 B: '1.running_mean' first\)[^`]*model.eval\(\)"
+    ):
         torch.autograd.grad(loss, x, create_graph=True)
     model.eval()
     torch.autograd.grad(model(x).square().mean(), x, create_graph=True)[0].sum().backward()

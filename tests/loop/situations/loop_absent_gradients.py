@@ -112,3 +112,29 @@ def a_head_is_not_in_the_loss(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loop.see_state(model)
+
+
+class Truncated(nn.Module):
+    """A state of the call before, which forward detaches; another value goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out, self.mix = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        new = torch.tanh(self.up(x) + (0 if state is None else state.detach()))
+        mixed = torch.tanh(self.mix(new) + (0 if state is None else state))
+        return self.out(new).square().mean(), new, mixed
+
+
+@situation("https://discuss.pytorch.org/t/implementing-truncated-backpropagation-through-time/15500", data=("ddp",))
+def a_state_is_detached_in_forward(loop: Loop) -> None:
+    """It has the history of an earlier call, whose backward has run: nothing of that is in the loss."""
+    for which in (1, 2):
+        model, state = loop.model(Truncated()), None
+        for _ in range(3):
+            out = model(loop.rows(torch.randn(4, 6)), state)
+            state = out[which]
+            out[0].backward()
+            loop.see(loss=loop.mean(out[0]))
+        loop.see_gradients(model)

@@ -213,6 +213,50 @@ def functions_of_math_of_numbers(loop: Loop) -> None:
     loop.see(rms=model.rms)
 
 
+@situation("https://github.com/huggingface/transformers/issues/34048")
+def functions_of_math_of_what_is_computed_of_numbers(loop: Loop) -> None:
+    """A perplexity with a limit, a standard deviation, whether a loss is a number."""
+
+    def returned(m: Any, h: Tensor, y: Tensor) -> Any:
+        loss, accuracy = F.cross_entropy(h, y), (h.argmax(-1) == y).double().mean().item()
+        value = loss.item()
+        m.deviation = math.sqrt(max(h.var().item(), 1e-12))
+        m.bad = math.isinf(value / 2)
+        logs = {"perplexity": math.exp(min(value, 20)), "log": round(math.log(value + 1), 4), "nan": math.isnan(value)}
+        odds = math.log(accuracy + 0.1, 2) - math.log1p(0.1 - accuracy / 20), math.atan2(value, accuracy + 1)
+        return loss, logs, odds, math.hypot(value, 2) ** 0.5, math.isfinite(value), math.degrees(-value)
+
+    model = train(loop, returned)
+    loop.see(deviation=model.deviation, bad=model.bad)
+
+
+class Cooling(nn.Module):
+    """A temperature and a rate that forward computes by math of its own counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.step, self.temperature = nn.Linear(7, 5), 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        self.temperature = max(0.7, math.exp(-0.1 * self.step))
+        rate = 0.5 * (1 + math.cos(math.pi * self.step / 10))
+        return self.up(x) / self.temperature * math.pow(rate, 2)
+
+
+@situation("https://github.com/karpathy/deep-vector-quantization/blob/main/dvq/vqvae.py")
+def a_temperature_follows_from_a_counter(loop: Loop) -> None:
+    """Two graphs: above the limit, and at it."""
+    model = loop.model(Cooling())
+    for _ in range(6):
+        y = model(torch.randn(3, 7))
+        y.square().sum().backward()
+        loop.see(y=y, temperature=model.temperature)
+    loop.see_gradients(model)
+    if not loop.eager:
+        assert model.megafx.captures <= 2
+
+
 @situation("https://github.com/pytorch/pytorch/issues/115774")
 def names_are_made_of_sizes(loop: Loop) -> None:
     """Keys with sizes in them, in what is returned and what is kept; what is printed changes nothing."""

@@ -1,0 +1,143 @@
+"""Objects of classes of the user's that forward makes and keeps: records in lists and dicts, states for the next call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megafx.errors import CaptureError
+
+RECORDS = "https://discuss.pytorch.org/t/how-can-i-extract-intermediate-layer-output-from-loaded-cnn-model/77301"
+STATE = "https://github.com/pytorch/pytorch/issues/115774"
+
+
+class Record:
+    def __init__(self, values: Any, number: Any) -> None:
+        self.values, self.number = values, number
+
+
+@dataclasses.dataclass
+class State:
+    h: Tensor
+    number: int = 0
+    more: Any = None
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Keeping(nn.Module):
+    """What `keep` makes of (the module, hidden values, outputs) stays behind."""
+
+    def __init__(self, keep: Callable[[Any, Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.up, self.down, self.keep = nn.Linear(6, 8), nn.Linear(8, 6), keep
+        self.kept: Any = None
+        self.many: list[Any] = []
+        self.named: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        y: Tensor = self.down(h)
+        self.keep(self, h, y)
+        return y
+
+
+def train(loop: Loop, keep: Callable[[Any, Tensor, Tensor], None], read: Callable[[Any], Any]) -> None:
+    model = loop.model(Keeping(keep))
+    for _ in range(3):
+        y, found = model(torch.randn(3, 6)), None
+        found = read(model)
+        terms = [x.square().mean() for x in pytree.tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
+        (y.square().mean() + sum(terms)).backward()
+        loop.see(found=found)
+        loop.see_gradients(model)
+
+
+@situation(RECORDS)
+def objects_are_kept_and_appended(loop: Loop) -> None:
+    def keep(m: Any, h: Tensor, y: Tensor) -> None:
+        m.many.append(Record(h, 1))
+        m.kept = Record(State(h, 2, Pair(y, h)), [Record({"y": y * 2}, m.up), y.dtype])
+        m.named["last"] = State(y, len(y.shape), (Record(h * 3, "text"),))
+
+    def read(m: Any) -> Any:
+        one, (two, kind), last = m.kept.values, m.kept.number, m.named["last"]
+        assert [type(x) for x in (m.kept, one, one.more, two, m.many[-1])] == [Record, State, Pair, Record, Record]
+        assert two.number is m.up and kind == torch.float64
+        return [
+            m.many[-1].values,
+            len(m.many),
+            one.h,
+            *one.more,
+            two.values["y"],
+            last.h,
+            last.number,
+            last.more[0].values,
+        ]
+
+    train(loop, keep, read)
+
+
+@situation(STATE)
+def a_state_in_an_object_is_passed_on(loop: Loop) -> None:
+    """One graph from the third call on; only what forward reads of it has a history."""
+
+    class Passing(nn.Module):
+        def __init__(self, made: Callable[..., Any]) -> None:
+            super().__init__()
+            self.up, self.made = nn.Linear(6, 6), made
+            self.state: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.up(x)
+            if self.state is not None:
+                h = h + torch.tanh(self.state.h) * self.state.number
+            self.state = self.made(h.detach(), h.mean())
+            return h
+
+    def plain(h: Tensor, mean: Tensor) -> Any:
+        made = Record({"mean": [mean]}, 2)
+        made.h = h  # type: ignore[attr-defined]  # one more attribute
+        return made
+
+    for made in (plain, lambda h, mean: State(h, 2, mean)):
+        model = loop.model(Passing(made))
+        for _ in range(4):
+            y = model(torch.randn(3, 6))
+            y.square().sum().backward()
+            loop.see(y=y, h=model.state.h)
+        loop.see_gradients(model)
+        if not loop.eager:
+            assert model.megafx.captures <= 3
+
+
+CHOICES = [Record(1.0, 2), Record(3.0, 4)]
+
+
+@situation(STATE)
+def an_object_of_before_is_put_somewhere_else(loop: Loop) -> None:
+    """It stays the same object; one that is put at two places is an error that names the line."""
+
+    def chosen(m: Any, h: Tensor, y: Tensor) -> None:
+        m.kept = CHOICES[1]
+
+    def twice(m: Any, h: Tensor, y: Tensor) -> None:
+        m.kept = Record(h, 1)
+        m.named["also"] = m.kept
+
+    model = loop.model(Keeping(chosen))
+    loop.see(y=model(torch.randn(3, 6)), same=model.kept is CHOICES[1])
+    model = loop.model(Keeping(twice))
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"a \S+Record\) in a way that a graph cannot follow"):
+            model(torch.randn(3, 6))
