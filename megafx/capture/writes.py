@@ -313,7 +313,13 @@ def _mutable(value: Any) -> Any:
 def _dataclasses(value: Any) -> list[Any]:
     """The instances of dataclasses in a value."""
     found: list[Any] = []
-    pytree.tree_leaves(value, is_leaf=lambda x: bool(is_dataclass(x) and found.append(x)))
+
+    def one(value: Any) -> bool:
+        if is_dataclass(value):
+            found.append(value)
+        return False
+
+    pytree.tree_leaves(value, is_leaf=one)
     return found
 
 

@@ -539,10 +539,10 @@ class _Again:
 
     def check(self, what: str, fix: str) -> None:
         """Raise where the call can no longer be computed as it was. what: is computed by it."""
-        for index, of in enumerate(self.versions):
+        for name, of in zip(self.graph.read_names, self.versions, strict=True):
             if of is not None and of[0]._version != of[1]:
                 raise UsageError(
-                    f"'{self.graph.read_names[index]}' was changed in place between forward and backward, which computes the "
+                    f"'{name}' was changed in place between forward and backward, which computes the "
                     f"call once more for {what}",
                     fix=f"call backward before the change{fix}",
                 )
