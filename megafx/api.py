@@ -86,7 +86,8 @@ def plan(
     saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
     """
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
-    planner = Planner(call.config, call.t, call.hardware, wants_grad=call.wants_grad(), keeps_problem=True)
+    data = DataAxis.of_context(call.config)
+    planner = Planner(call.config, call.t, call.hardware, data, wants_grad=call.wants_grad(), keeps_problem=True)
     made = plan_only(call.program(), planner)
     made.report.model = type(model).__name__
     return made
@@ -142,6 +143,9 @@ def search(
     if gpus < 1 or not batches or min(batches) < 1:
         found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")
+    if config is not None and config.context_parallel_size > 1:
+        found = f"context_parallel_size={config.context_parallel_size}: search does not price context-parallel ranks"
+        raise UsageError(found, fix="leave context_parallel_size at 1, and compare such a config by megafx.plan")
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     wants_grad = call.wants_grad()
     return search_call(call.program(), call.config, call.hardware, gpus, limit, batches, shown, wants_grad)
@@ -206,10 +210,11 @@ def verify(
     types: check only the types of the graph's values, axis by axis; nothing is computed: the model may be on the meta device.
     on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
-    mesh: sizes of the axes of simulated ranks, {"dp": 2, "tp": 2}, in place of the config's: data-parallel ranks have parts of
-    the batch, and hold parameters as config.data_parallel says. Without it, ranks are tensor-parallel.
+    mesh: sizes of the axes of simulated ranks, {"dp": 2, "cp": 2, "tp": 2}, in place of the config's: data-parallel ranks have
+    parts of the batch, and hold parameters as config.data_parallel says; context-parallel ranks cut the sequence. Without it,
+    ranks are tensor-parallel, and context-parallel where the config says so.
     """
-    data = None
+    data = None if config is None or config.context_parallel_size == 1 else DataAxis.of(config)
     if mesh is not None:
         config = config_of(mesh, config)
         data = DataAxis.of(config)

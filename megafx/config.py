@@ -71,6 +71,15 @@ class Config:
     data_parallel_bucket_mib: int = _option(  # the default is that of DistributedDataParallel
         25, "gradients are collected until they are this many MiB, and then reduced together", least=1
     )
+    context_parallel_size: int = _option(
+        1,
+        "ranks that cut the sequence of a group's part of the batch among them (docs/context_parallel.md)",
+        least=1,
+        short="cp",
+    )
+    cp_comm_type: Literal["all_gather"] = _option(
+        "all_gather", "how ranks of the context-parallel axis meet in attention: keys and values are gathered"
+    )
     sequence_parallel: bool | Literal["auto"] = _option(
         "auto",
         "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost",

@@ -17,7 +17,7 @@ from megafx.capture.caches import is_cache, kept, state_of
 from megafx.capture.program import output_path
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
-from megafx.checks.types import check_types
+from megafx.checks.types import check_batch_types, check_types
 from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program
@@ -32,7 +32,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place
-from megafx.placements.data_axis import BATCH_AXIS, TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, GRADIENT_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
@@ -160,11 +160,12 @@ def _planner(call: ExampleCall, ranks: int, config: Config, data: DataAxis | Non
 
 
 def config_of(mesh: Mapping[str, int], config: Config | None) -> Config:
-    """The config with the sizes of a mesh of data-parallel and tensor-parallel ranks. Raises UsageError for other axes."""
-    if other := mesh.keys() - {BATCH_AXIS, TENSOR_AXIS}:
-        known = f"'{BATCH_AXIS}' and '{TENSOR_AXIS}'"
+    """The config with the sizes of a mesh of data-, context- and tensor-parallel ranks. Raises UsageError for other axes."""
+    if other := mesh.keys() - {BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS}:
+        known = f"'{BATCH_AXIS}', '{CONTEXT_AXIS}' and '{TENSOR_AXIS}'"
         raise UsageError(f"mesh {dict(mesh)} has an axis '{sorted(other)[0]}'", fix=f"give the sizes of {known}")
     sizes = {"tensor_model_parallel_size": mesh.get(TENSOR_AXIS, 1), "data_parallel_size": mesh.get(BATCH_AXIS, 1)}
+    sizes["context_parallel_size"] = mesh.get(CONTEXT_AXIS, 1)
     return (config or Config()).replace(**sizes)
 
 
@@ -187,7 +188,7 @@ class _Trial:
 
     def verdict(self, found: simulate.Logical) -> Verdict:
         data = self.sharded.planner.data
-        verdict = Verdict(self.t * (1 if data is None else data.ranks), self.reference, self.limit)
+        verdict = Verdict(self.t * (1 if data is None else data.ranks * data.context), self.reference, self.limit)
         if data is not None:
             verdict.mesh = " x ".join(f"{axis} {size}" for axis, size in {**data.mesh, TENSOR_AXIS: self.t}.items())
         verdict.outputs, verdict.gradients = simulate.relative_errors(found, self.wanted)
@@ -335,18 +336,20 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
         return 0
 
     watched = call.config.replace(passes=(*call.config.passes, ("after scaled_products", keep)))
-    trial = _trial(call, watched, None)
+    data = DataAxis.of_context(call.config)
+    trial = _trial(call, watched, None, data)
     program, plan, t = trial.sharded.program, trial.sharded.plan, trial.t
 
     def is_right() -> bool:
         try:
-            return trial.verdict(simulate.run_logical(program, trial.values, plan.params, t)).ok
+            return trial.verdict(simulate.run_logical(program, trial.values, plan.params, t, data=data)).ok
         except PlacementError:
             return False
 
     def is_typed() -> bool:
         try:
             check_types(joint, plan, t)
+            check_batch_types(joint)
         except PlacementError:
             return False
         return True
@@ -354,15 +357,21 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
     joint = next(p for p in kept if any(s.kind == "gradient" for s in p.outputs)) if len(kept) > 1 else kept[0]
     if not is_right():
         raise PlacementError("the call is not right as it is", fix="look at what megafx.verify says")
-    found = Sabotage(t)
+    context = 1 if data is None else data.context
+    ranks = {TENSOR_AXIS: t, CONTEXT_AXIS: context, GRADIENT_AXIS: context}
+    found = Sabotage(t * context)
     for start in collective_nodes(program.graph):
         for what, change in (("without", without), ("with another instead of", with_another)):
-            with stage(f"{what} {start.name}"), changed_collective(program.graph, start, t, change):
+            with (
+                stage(f"{what} {start.name}"),
+                changed_collective(program.graph, start, ranks[str(start.args[-1])], change),
+            ):
                 found.tried.append(
                     Tried(f"{what} %{start.name}", fqn_of(start), source_of(start), "numbers", not is_right())
                 )
     if is_typed():
-        for node in [n for n in joint.graph.nodes if is_transition(n) and set(n.args[1:3]) != {"I", "R"}]:
+        moved = [n for axis in ranks for n in joint.graph.nodes if is_transition(n, axis)]
+        for node in [n for n in moved if set(n.args[1:3]) != {"I", "R"}]:
             with without_transition(joint.graph, node):
                 found.tried.append(
                     Tried(f"without %{node.name}", fqn_of(node), source_of(node), "types", not is_typed())

@@ -17,7 +17,7 @@ from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.offload import is_on_host
-from megafx.placements.data_axis import DATA_AXES
+from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, GRADIENT_AXIS
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import (
     DTYPE_OF_ITEMSIZE,
@@ -83,7 +83,10 @@ def copies(node: fx.Node) -> bool:
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
     kind, operands = STARTS[node.target], node.all_input_nodes
     args: Any = node.args
-    t = program.batch.ranks if args[-1] in DATA_AXES and program.batch is not None else t
+    if (batch := program.batch) is not None:
+        t = {GRADIENT_AXIS: batch.ranks * batch.context, CONTEXT_AXIS: batch.context}.get(
+            args[-1], batch.ranks if args[-1] in DATA_AXES else t
+        )
     given: Any = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
     ranks = given[kind]() if kind in given else t
     whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -291,6 +291,10 @@ def local_inputs(
     data: values are of the whole batch, of which each of data.ranks groups of t ranks takes its part; or of one rank's, where
     losses are its own.
     """
+    if data is not None and data.context > 1:  # ranks of the sequence are given the same
+        once, c = local_inputs(program, values, placements, t, replace(data, context=1)), data.context
+        groups = [once[k : k + t] for k in range(0, len(once), t) for _ in range(c)]
+        return [[x.clone() if isinstance(x, Tensor) else x for x in rank] for ranks in groups for rank in ranks]
     if data is not None:
         inputs = []
         for part in range(data.ranks):
@@ -378,6 +382,8 @@ def logical_of(
         return _of_tensor_ranks(program, results, inputs[0], placements, t)
     batch = program.batch
     assert batch is not None
+    if data.context > 1:
+        return _of_the_sequence(program, results, inputs, values, placements, t, data)
     in_shards = _gathers(program) and batch.reduced
     each = [
         _of_tensor_ranks(program, results[k : k + t], inputs[k], placements, t, "gradient" if in_shards else "")
@@ -408,6 +414,35 @@ def logical_of(
         found.gradients[output.name] = made[0]
     if batch.whole and not batch.summed:  # the average is to be compared with the sum
         found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
+    return found
+
+
+def _of_the_sequence(
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]], values: Mapping[str, Any],
+    placements: Mapping[str, Placement], t: int, data: DataAxis,
+) -> Logical:  # fmt: skip
+    """`logical_of` context-parallel ranks: outputs are the same on each, gradients summands until they are reduced."""
+    c, parts = data.context, range(0, len(results), t)
+    each = []
+    for at in range(c):
+        members = [k + rank for k in parts if k // t % c == at for rank in range(t)]
+        own, given = [results[k] for k in members], [inputs[k] for k in members]
+        each.append(logical_of(program, own, given, values, placements, t, replace(data, context=1)))
+    found, last = each[0], "on context-parallel ranks"
+    for what, name in (("output", "outputs"), ("buffer", "mutations")):
+        for of, value in getattr(found, name).items():
+            if isinstance(value, Tensor):
+                _check_same([getattr(one, name)[of] for one in each], f"{what} '{of}'", f"whole {last}")
+    params = {spec.name for spec in program.inputs if spec.kind == "param"}
+    assert program.batch is not None
+    for of, value in found.gradients.items():
+        if value is None:
+            continue
+        mine = [g for one in each if (g := one.gradients[of]) is not None]
+        if of in params and not program.batch.reduced:
+            found.gradients[of] = torch.stack(mine).sum(0)
+        else:
+            _check_same(mine, f"the gradient of '{of}'", f"the same {last}")
     return found
 
 

@@ -29,9 +29,9 @@ from torch import fx
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
-from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
+from megafx.ir.nodes import argument, draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program, tensors_of
-from megafx.placements.data_axis import BATCH_AXIS, TENSOR_AXIS
+from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
@@ -39,6 +39,7 @@ from megafx.rules.inference import infer, is_uniform, same_value
 
 Facts = tuple[Placement, ...]  # readings of one value, each of them true
 SAME = ("aten.clone.default", "aten.detach.default", "aten.alias.default")
+QUERIES = 2  # the dim of attention's first operand
 MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
 
 
@@ -61,10 +62,12 @@ def check_types(
 
 
 def check_batch_types(program: Program) -> None:
-    """`check_types` on the axis of the batch, of a program whose values `place_axes` has typed."""
+    """`check_types` on the axes outside of the tensor-parallel one."""
     batch = program.batch
-    if batch is not None and batch.whole:
+    if batch is not None and batch.whole and batch.ranks > 1:
         check_types(program, batch.inputs, batch.ranks, BATCH_AXIS)
+    if batch is not None and batch.context > 1:
+        check_types(program, {}, batch.context, CONTEXT_AXIS)
 
 
 class _Checker:
@@ -92,6 +95,8 @@ class _Checker:
             return _value(self.storage.get(spec.name, R))
         if spec.kind == "tangent":
             results: Any = self.program.output_node().args[0]
+            if self.axis == CONTEXT_AXIS:
+                return R
             if not self.inner:
                 return dual(self._leaves(spec.name))
             for output, node in zip(self.program.outputs, results, strict=True):
@@ -103,6 +108,8 @@ class _Checker:
         """How an output leaves on an outer axis."""
         batch = self.program.batch
         assert batch is not None
+        if self.axis == CONTEXT_AXIS:
+            return R
         outputs = [spec.name for spec in self.program.outputs if spec.kind != "gradient"]
         return batch.outputs[outputs.index(name)]
 
@@ -114,7 +121,8 @@ class _Checker:
                 continue
             if spec.kind == "gradient":
                 what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
-                wanted = wanted if self.inner else dual(wanted)
+                whole = self.inner or (self.axis == CONTEXT_AXIS and inputs[spec.name].kind != "param")
+                wanted = wanted if whole else dual(wanted)
             elif not self.inner:
                 what, wanted = f"output '{spec.name}'", self._leaves(spec.name)
             else:
@@ -264,11 +272,11 @@ def _operands(node: fx.Node) -> dict[str, Any]:
     """Tensor operands by name, and the layout; what only detaches a value is left out."""
     found: dict[str, Any] = {}
     target: Any = node.target
-    for argument, value in zip(target._schema.arguments, node.args, strict=True):
+    for given, value in zip(target._schema.arguments, node.args, strict=True):
         while isinstance(value, fx.Node) and str(value.target) in SAME[1:]:
             value = value.args[0]
-        if "Tensor" in str(argument.type) or argument.name == "layout":
-            found[argument.name] = value
+        if "Tensor" in str(given.type) or given.name == "layout":
+            found[given.name] = value
     return found
 
 
@@ -350,7 +358,9 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _declared(checker: _Checker, node: fx.Node) -> Placement:
     """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
-    if not checker.inner:
+    if given.axis.rpartition("+")[2] != checker.axis and checker.axis != BATCH_AXIS:
+        return R  # it is cut on another axis
+    if checker.axis == BATCH_AXIS:
         shape = checker.program.sizes.shape(node.all_input_nodes[0].meta[VAL])
         dim = next(d for d, n in enumerate((*shape, 0)) if n != 1)
         cut = Layout.contiguous(checker.t * shape[dim], checker.t) if dim < len(shape) else None
@@ -372,6 +382,19 @@ def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
     raise fail(node, f"draws for a value that is {_say(declared)}; it is {held}")
 
 
+def _check_queries(checker: _Checker, node: fx.Node) -> None:
+    """Attention that counts its queries (a causal mask, a window) must know which of them a rank has."""
+    declared, q = _declared(checker, node), argument(node, "q")
+    if not (argument(node, "causal") or argument(node, "window")):
+        return
+    if declared.is_shard and declared.dim == QUERIES:
+        right = checker._is(q, declared)
+    else:
+        right = any(not fact.is_shard or fact.dim != QUERIES for fact in checker.facts.get(q, (R,)))
+    if not right:
+        raise fail(node, f"counts queries that are {_say(declared)}; %{q.name} is {checker._show(q)}")
+
+
 def _bounds(start: Any, end: Any, n: int) -> tuple[int, int]:
     """Static bounds of a slice of a dim of n elements; (-1, -1) for others."""
     start, end = 0 if start is None else start, n if end is None else end
@@ -386,6 +409,9 @@ _SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
     "aten.slice.Tensor": _remember_slice,
     "aten.embedding.default": _check_embedding,
     "megafx.transition.default": _check_transition,
+    "megafx.attention_forward.default": _check_queries,
+    "megafx.attention_backward.default": _check_queries,
+    "megafx.attention_mask_backward.default": _check_queries,
 }
 
 _READINGS: dict[str, Callable[[_Checker, fx.Node], Facts]] = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megafx.analysis.costed_graph import costed_graph
 from megafx.checks import types
+from megafx.compiler.cut_sequence import cut_sequence
 from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passes
 from megafx.config import Config
 from megafx.debugging import current
@@ -111,6 +112,7 @@ PLANNING: tuple[PassFunction, ...] = (
     fuse,
     describe_masks,
     place_axes,
+    cut_sequence,
     join_experts,
     flatten_tokens,
     plan_sharding,

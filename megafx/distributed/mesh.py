@@ -1,7 +1,7 @@
-"""The ranks of a run as a mesh: data-parallel ranks times tensor-parallel ranks.
+"""The ranks of a run as a mesh: data-parallel ranks times context-parallel ranks times tensor-parallel ranks.
 
-A user's mesh may have a dim 'tp', and a dim 'dp' or dims 'dp_replicate' and 'dp_shard'. Without one, a mesh of the world is
-made, in which the tensor-parallel ranks of a group are neighbours.
+A user's mesh may have a dim 'tp', before it a dim 'cp', and before these a dim 'dp' or dims 'dp_replicate' and 'dp_shard'.
+Without one, a mesh of the world is made, in which the tensor-parallel ranks of a group are neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from megafx.distributed.failures import wait_at_exit
 from megafx.distributed.tensor_layout import set_everyone
 from megafx.errors import AgreementError
 from megafx.ops.axes import AxisContext
-from megafx.placements.data_axis import BATCH_AXIS, COPY_AXIS, DDP, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import (
+    BATCH_AXIS,
+    CONTEXT_AXIS,
+    COPY_AXIS,
+    DDP,
+    GRADIENT_AXIS,
+    REPLICA_AXIS,
+    SHARD_AXIS,
+    TENSOR_AXIS,
+    DataAxis,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class Meshes:
     """Where this rank is.
 
     tensor: 1-d, of the tensor-parallel axis; None for one rank without a process group. data: None for one data-parallel
-    rank. axes: this rank on each axis of data parallelism. batch, everyone: groups of the data-parallel ranks and of all.
+    and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all.
+    calls: the ranks that are given the same calls, where these are more than the tensor-parallel ones.
     shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other.
     """
 
@@ -40,6 +51,7 @@ class Meshes:
     axes: dict[str, AxisContext] = field(default_factory=dict)
     batch: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
+    calls: dist.ProcessGroup | None = None
     shards: DeviceMesh | None = None
 
 
@@ -68,9 +80,16 @@ def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
     names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
     ranks = math.prod(mesh[name].size() for name in names)
-    if config.data_parallel_size == 1 or (ranks == 1 and config.data_parallel_size is None):
+    context = mesh[CONTEXT_AXIS].size() if CONTEXT_AXIS in (mesh.mesh_dim_names or ()) else 1
+    if config.context_parallel_size != context:
+        raise AgreementError(
+            f"context_parallel_size={config.context_parallel_size}, but the mesh has {context} context-parallel ranks",
+            fix=f"make them equal; such a dim of a mesh is named '{CONTEXT_AXIS}'",
+        )
+    one = config.data_parallel_size == 1 or (ranks == 1 and config.data_parallel_size is None)
+    if one and context == 1:
         return Meshes(tensor if tensor is not None and tensor.size() > 1 else None)
-    if config.data_parallel_size is not None and config.data_parallel_size != ranks:
+    if not one and config.data_parallel_size is not None and config.data_parallel_size != ranks:
         raise AgreementError(
             f"data_parallel_size={config.data_parallel_size}, but the mesh has {ranks} data-parallel ranks",
             fix=f"make them equal; such dims of a mesh are named '{BATCH_AXIS}', or '{REPLICA_AXIS}' and '{SHARD_AXIS}'",
@@ -82,13 +101,14 @@ def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
 
 def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     """A mesh of all ranks; None for one rank."""
-    t, d = config.tensor_model_parallel_size, config.data_parallel_size or 1
+    t, d, c = config.tensor_model_parallel_size, config.data_parallel_size or 1, config.context_parallel_size
+    d, dp = d * c, d  # groups of tensor-parallel ranks
     _join_the_job(t, d, device)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if world is None:
         if (t or 1) * d == 1:
             return None
-        sizes = f"tensor_model_parallel_size={t}" + (f", data_parallel_size={d}" if d > 1 else "")
+        sizes = f"tensor_model_parallel_size={t}" + _outer(dp, c)
         raise AgreementError(
             f"{sizes}, but there is no process group",
             fix=f"start with `torchrun --standalone --nproc-per-node {(t or 1) * d}`",
@@ -99,10 +119,9 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     if t is None and world % d == 0:
         t = world // d
     if t is None or t * d != world:
-        asked = [f"tensor_model_parallel_size={t}"] if t is not None else []
-        asked += [f"data_parallel_size={d}"] if d > 1 else []
+        asked = (f", tensor_model_parallel_size={t}" if t is not None else "") + _outer(dp, c)
         raise AgreementError(
-            f"{', '.join(asked)}, but the world has {world} ranks",
+            f"{asked[2:]}, but the world has {world} ranks",
             fix=f"start {(t or 1) * d} ranks, or set data_parallel_size so that their product is {world}",
         )
     if world == 1:
@@ -111,10 +130,17 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     if d == 1:
         return _mesh(kind, (t,), (TENSOR_AXIS,))
     shard = config.data_parallel_shard_size
-    if config.data_parallel == DDP or shard in (None, d):
-        return _mesh(kind, (d, t), (BATCH_AXIS, TENSOR_AXIS))
+    inner, names = ((t,), (TENSOR_AXIS,)) if c == 1 else ((c, t), (CONTEXT_AXIS, TENSOR_AXIS))
+    if config.data_parallel == DDP or shard in (None, dp):
+        return _mesh(kind, (dp, *inner), (BATCH_AXIS, *names))
     assert shard is not None
-    return _mesh(kind, (d // shard, shard, t), (REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS))
+    return _mesh(kind, (dp // shard, shard, *inner), (REPLICA_AXIS, SHARD_AXIS, *names))
+
+
+def _outer(dp: int, cp: int) -> str:
+    """The sizes of the outer axes that are more than one, as settings."""
+    sizes = {"data_parallel_size": dp, "context_parallel_size": cp}
+    return "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _join_the_job(t: int | None, d: int, device: torch.device) -> None:
@@ -175,19 +201,28 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     elif config.data_parallel_shard_size not in (None, shard):
         found = f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy"
         raise AgreementError(found, fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'")
-    batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS)
-    everyone = mesh[(*names, TENSOR_AXIS)]._flatten("_".join((*names, TENSOR_AXIS)))
-    axes = {BATCH_AXIS: _context(batch)}
+    every = [*names, CONTEXT_AXIS] if config.context_parallel_size > 1 else names
+    batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS) if names else None
+    everyone = mesh[(*every, TENSOR_AXIS)]._flatten("_".join((*every, TENSOR_AXIS)))
+    axes = {BATCH_AXIS: AxisContext(0, 1) if batch is None else _context(batch)}
+    sharing, calls = batch, None
+    if every != names:
+        sharing = mesh[tuple(every)]._flatten(GRADIENT_AXIS)
+        axes |= {CONTEXT_AXIS: _context(mesh[CONTEXT_AXIS]), GRADIENT_AXIS: _context(sharing)}
+        calls = mesh[(CONTEXT_AXIS, TENSOR_AXIS)]._flatten("cp_tp").get_group()
+    assert sharing is not None
     shards = None
     if shard > 1:
+        assert batch is not None
         axes[SHARD_AXIS] = _context(mesh[SHARD_AXIS] if SHARD_AXIS in names else batch)
         both = (SHARD_AXIS if SHARD_AXIS in names else names[0], TENSOR_AXIS)
         shards = mesh[both]._flatten(COPY_AXIS)
         axes[COPY_AXIS] = _context(shards)
         if REPLICA_AXIS in names:
             axes[REPLICA_AXIS] = _context(mesh[REPLICA_AXIS])
-    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20)
-    return Meshes(tensor, data, axes, batch.get_group(), everyone.get_group(), shards)
+    bucket, context = config.data_parallel_bucket_mib * 2**20, config.context_parallel_size
+    data = DataAxis(ranks, config.data_parallel, shard, bucket, context)
+    return Meshes(tensor, data, axes, sharing.get_group(), everyone.get_group(), calls, shards)
 
 
 def _context(mesh: DeviceMesh) -> AxisContext:

@@ -126,7 +126,8 @@ class Batch:
     gradients of the ranks are to be added, since those of the outputs are divided by their number (there is a loss in the
     graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
     of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
-    (`data_parallel` has run).
+    (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
+    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands.
     """
 
     ranks: int
@@ -136,6 +137,7 @@ class Batch:
     equal: bool
     whole: bool = True
     reduced: bool = False
+    context: int = 1
 
 
 @dataclass(frozen=True)

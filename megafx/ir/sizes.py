@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,12 @@ class Sizes:
         """Whether the named symbol ('batch', 'seq') is in this size."""
         symbol = self.symbols.get(name)
         return symbol is not None and any(symbol in a.free_symbols for a in self.factors(structural)[1])
+
+    def is_one_of(self, structural: int, names: Iterable[str]) -> bool:
+        """Whether this is one of the named symbols, or follows from one alone (s - 1, 2 * s)."""
+        powers = self.factors(structural)[1]
+        wanted = {self.symbols[name] for name in names if name in self.symbols}
+        return [*powers.values()] == [1] and any(a.free_symbols <= wanted for a in powers)
 
     def from_data(self, structural: int) -> bool:
         """Whether data decides this size."""

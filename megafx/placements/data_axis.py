@@ -19,34 +19,50 @@ from megafx.placements.types import Layout
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
 # and those that share a copy together with their tensor-parallel ranks. JOINED: what the first and the last are made of. An op
 # that draws for rows of the batch names its axis as 'dp+tp'.
-TENSOR_AXIS = "tp"
+TENSOR_AXIS, CONTEXT_AXIS = "tp", "cp"
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
-DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
-JOINED = {BATCH_AXIS: (REPLICA_AXIS, SHARD_AXIS), COPY_AXIS: (SHARD_AXIS, TENSOR_AXIS)}
+GRADIENT_AXIS = "dp_cp"  # all ranks that have summands of a gradient, where they hold whole parameters
+DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS, GRADIENT_AXIS)
+JOINED = {
+    BATCH_AXIS: (REPLICA_AXIS, SHARD_AXIS),
+    COPY_AXIS: (SHARD_AXIS, TENSOR_AXIS),
+    GRADIENT_AXIS: (BATCH_AXIS, CONTEXT_AXIS),
+}
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 
 
 @dataclass(frozen=True)
 class DataAxis:
-    """form: DDP, ZERO1 or FSDP. bucket_bytes: gradients are reduced together until they are this many."""
+    """form: DDP, ZERO1 or FSDP. bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut
+    the sequence of each part of the batch; their gradients are summed with those of the others."""
 
     ranks: int
     form: str = DDP
     shard_ranks: int = 1
     bucket_bytes: int = 25 * 2**20
+    context: int = 1
 
     @classmethod
     def of(cls, config: Config) -> DataAxis | None:
         """What a config says without ranks to ask; None for one rank."""
         ranks, form = config.data_parallel_size or 1, config.data_parallel
         shard = 1 if form == DDP else config.data_parallel_shard_size or ranks
-        return cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
+        context = config.context_parallel_size
+        made = cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20, context)
+        return made if ranks > 1 or context > 1 else None
+
+    @classmethod
+    def of_context(cls, config: Config) -> DataAxis | None:
+        """The ranks that cut the sequence of one part of the batch; None for one."""
+        return cls(1, context=config.context_parallel_size) if config.context_parallel_size > 1 else None
 
     @property
     def mesh(self) -> dict[str, int]:
         """Sizes of the axes."""
         sharded = {REPLICA_AXIS: self.replicas, SHARD_AXIS: self.shard_ranks}
-        return sharded if self.sharded else {BATCH_AXIS: self.ranks}
+        return (sharded if self.sharded else {BATCH_AXIS: self.ranks}) | (
+            {CONTEXT_AXIS: self.context} if self.context > 1 else {}
+        )
 
     @property
     def sharded(self) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 from megafx.config import Config
 from megafx.ir.program import VAL, Input, Program
 from megafx.ops.axes import AxisContext
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
 from megafx.placements.types import I, Placement
 from megafx.planner.fusion_profile import FusionProfile, mode_of
 from megafx.planner.hardware import Hardware
@@ -37,7 +37,8 @@ class Planner:
     leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), add
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
     one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
-    that are priced. fits: the activation memory budget, a fraction, was chosen to fit the device, so it promises
+    that are priced. axis: the one that is planned. cuts: names of the sizes that it cuts, wherever a rule lets it; none: any
+    size that pays. fits: the activation memory budget, a fraction, was chosen to fit the device, so it promises
     bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8 are kept until a weight
     changes.
     """
@@ -54,6 +55,8 @@ class Planner:
     gradients: Gradients = "reduce"
     axes: Mapping[str, AxisContext] | None = None
     at_call: bool = False
+    axis: str = TENSOR_AXIS
+    cuts: Collection[str] = ()
     fits: bool = False
     device_bytes: int | None = None
     keeps_casts: bool = False

@@ -294,7 +294,7 @@ class Problem:
 
     def plan_of(self, assignment: dict[Any, int]) -> Plan:
         """The Plan that an assignment of all op variables means (value variables are used where assigned)."""
-        plan = Plan(t=self.planner.t)
+        plan = Plan(t=self.planner.t, axis=self.planner.axis)
         chosen = {n: d[assignment["op", n]] for n, d in self.domains.items()}
         for node, strategy in chosen.items():
             if node.op == "call_function":

@@ -16,7 +16,7 @@ from megafx.analysis.communication import Communication
 from megafx.analysis.memory import Memory
 from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note, Program
-from megafx.placements.data_axis import DATA_AXES
+from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX, folded_name
@@ -140,7 +140,10 @@ class Report:
     def _sent(self) -> Iterator[tuple[str, int]]:
         if self.emitted is not None:
             for c in self.emitted:
-                yield f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in DATA_AXES else ""), c.bytes_moved
+                yield (
+                    f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in (*DATA_AXES, CONTEXT_AXIS) else ""),
+                    c.bytes_moved,
+                )
             return
         for t in (t for row in self.rows for t in row.transitions):
             if t.forward != LOCAL:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -46,9 +46,14 @@ class Candidates:
 
 
 def find_candidates(
-    rules: Mapping[fx.Node, OpRule], params_and_inputs: Iterable[fx.Node], sizes: Sizes, t: int
+    rules: Mapping[fx.Node, OpRule],
+    params_and_inputs: Iterable[fx.Node],
+    sizes: Sizes,
+    t: int,
+    only: Collection[str] = (),
 ) -> Candidates:
-    """rules: of all active ops, in graph order; params_and_inputs: the active placeholders."""
+    """rules: of all active ops, in graph order; params_and_inputs: the active placeholders. only: names of sizes, where no
+    dim may be cut but those that have one of them."""
     found = Candidates()
     adjacent: dict[fx.Node, list[tuple[OpRule, int]]] = {}
     shapes: dict[fx.Node, tuple[int, ...]] = {}
@@ -82,13 +87,13 @@ def find_candidates(
 
     for node, shape in shapes.items():
         for dim, n in enumerate(shape):
-            if n >= 2:
+            if n >= 2 and (not only or sizes.is_one_of(n, only)):
                 add(node, dim, Layout.contiguous(n, t))
 
     def side(rule: OpRule, i: int) -> fx.Node | None:
         return rule.operands[i].node if i >= 0 else made[rule.node][-1 - i]
 
-    for rule in rules.values():
+    for rule in () if only else rules.values():
         for j, dim, layout in _inside_merged(rule.template, t):
             if (value := side(rule, j)) is not None:
                 add(value, dim, layout)

@@ -215,6 +215,8 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     """
     if node.op != "call_function" or not _is_tensor(node) or is_draw(node):
         return False
+    if str(node.target) == TRANSITION:  # what it cuts from such a value is such a value
+        return is_uniform(_arguments(node)[0], dim, sizes, cut)
     template, tensors = template_of_node(node, sizes, set(node.all_input_nodes), own=facts_of(node.target).outer)
     if template.kind == "none" or template.several:
         return not tensors and op_name(node) in {*FILLS, *FILLS_BY_ARGUMENT, "ones"}
@@ -269,12 +271,10 @@ def _transition(at: _Inference) -> Placement:
 
 
 def _of_another_axis(at: _Inference) -> Placement:
-    """Ranks of an outer axis that hold one part after the other do so however inner axes move what is within a part."""
+    """Ranks of an outer axis hold what they held, however inner axes move what is within a part."""
     fact = at.given[0]
     moved = {Placement.parse(str(tag), (1,)).dim for tag in at.node.args[1:3]}
-    if fact.is_shard and fact.dim in moved:
-        if not fact.cut.contiguous_shards(at.t):
-            raise at.error(f"dim {fact.dim} is moved on axis '{at.node.args[5]}'")
+    if fact.is_shard and fact.dim in moved and fact.cut.contiguous_shards(at.t):  # one part after the other
         return S(fact.dim, Layout.contiguous(at.t * at.shape(at.node)[fact.dim], at.t))
     return fact
 

@@ -34,7 +34,7 @@ from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
 from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
-from megafx.placements.data_axis import DATA_AXES
+from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
@@ -110,7 +110,11 @@ class BoundGraph:
         batch = program.batch
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
-        lines = [f"{what}: {', '.join(names)}" for what, names in schedule(program, DATA_AXES)] if batch else []
+        lines = (
+            [f"{what}: {', '.join(names)}" for what, names in schedule(program, (*DATA_AXES, CONTEXT_AXIS))]
+            if batch
+            else []
+        )
         lines += ["one dropout mask for all: "] if self.one_mask else []
         lines += [x for x in about.splitlines() if x.startswith(AUTOCAST)] if lines else []
         self.schedule = "\n".join(lines)

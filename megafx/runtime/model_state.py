@@ -50,7 +50,8 @@ class ModelState:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return None if self.meshes.tensor is None else self.meshes.tensor.get_group()
+        """The ranks that are given the same calls."""
+        return self.meshes.calls or (None if self.meshes.tensor is None else self.meshes.tensor.get_group())
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:

@@ -99,7 +99,7 @@ class Runtime:
         self.config, self.meshes, self.hardware = config, meshes, hardware
         self.loss_fn, self.compile = loss_fn, compile
         self.mesh = mesh = meshes.tensor
-        self.group = mesh.get_group() if mesh is not None else None
+        self.group = meshes.calls or (mesh.get_group() if mesh is not None else None)
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.t = mesh.size() if mesh is not None else 1
         self.original: type[nn.Module] = type(model)
@@ -558,13 +558,13 @@ class Runtime:
         if self.mesh is None:
             return plan
         with released():  # ranks may have begun with models of other threads
-            text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
+            text = agreement.broadcast_object(plan.to_json() if dist.get_rank(self.group) == 0 else None, self.group)
         return Plan.from_json(text, plan.sizes)
 
     def _axes(self) -> dict[str, AxisContext] | None:
-        if self.group is None:
+        if self.mesh is None:
             return None
-        return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
+        return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.mesh.get_group().group_name), **self.meshes.axes}
 
     def _capture(
         self,

@@ -29,7 +29,16 @@ from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
 from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
-from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
+from megafx.placements.data_axis import (
+    BATCH_AXIS,
+    CONTEXT_AXIS,
+    GRADIENT_AXIS,
+    REPLICA_AXIS,
+    SHARD_AXIS,
+    TENSOR_AXIS,
+    DataAxis,
+    rows_of,
+)
 from megafx.placements.moves import apply_transition, to_stacked
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
@@ -142,9 +151,10 @@ class _Adder:
         joined = last if len(bucket) == 1 else join_flat(build, values, values)
         if not self.batch.summed:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
-        ops = NodeOps(self.program, where, self.sizes, BATCH_AXIS, NAME)
+        axis = BATCH_AXIS if self.data.context == 1 else GRADIENT_AXIS
+        ops = NodeOps(self.program, where, self.sizes, axis, NAME)
         ops.build.origin = last
-        total = apply_transition(joined, "P", "I", [], [], self.data.ranks, ops)
+        total = apply_transition(joined, "P", "I", [], [], self.data.ranks * self.data.context, ops)
         self.count += 1
         if len(bucket) == 1:
             return [_marked(total)]
@@ -168,8 +178,10 @@ class _Adder:
         length = sum(math.prod(shape) for shape in shapes)
         total = ops.reduce_scatter(ops.view(joined, [ranks * length]), ranks)
         self.count += 1
-        if self.data.replicas > 1:
-            between = NodeOps(self.program, where, self.sizes, REPLICA_AXIS, NAME)
+        for axis, n in ((REPLICA_AXIS, self.data.replicas), (CONTEXT_AXIS, self.data.context)):
+            if n == 1:
+                continue
+            between = NodeOps(self.program, where, self.sizes, axis, NAME)
             between.build.origin = bucket[-1].base
             total = between.all_reduce(total)
             ops.emitted += between.emitted

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from megafx.ir.facts import facts_of
-from megafx.ir.nodes import argument, is_draw, set_arguments
+from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK
@@ -118,9 +118,11 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op that draws.
 
-    On a shard it draws its slice of the bits that one process would draw: the op gets the cut of its result.
+    On a shard it draws its slice of the bits that one process would draw: the op gets the cut of its result. What does not
+    draw has a cut only of an outer axis (the queries of attention), which stays.
     """
-    if choice.out.is_shard:
+    drop = draw_of(node)
+    if choice.out.is_shard and (drop.shard_dim < 0 or (drop.p and drop.seed is not None)):
         axis = with_axis(argument(node, "axis"), local.axis)
         set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
 

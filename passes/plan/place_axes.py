@@ -83,7 +83,7 @@ class Policy:
 
 def policies(planner: Planner) -> list[Policy]:
     """Of the axes outside of the tensor-parallel one, outermost first."""
-    if planner.data is None:
+    if planner.data is None or planner.data.ranks == 1:
         return []
     average = "which takes each rank's batch for itself as DistributedDataParallel does"
     other = f"Config(data_parallel_loss='average'), {average}"

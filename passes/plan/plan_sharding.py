@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from megafx.debugging import current, say
@@ -38,7 +39,7 @@ from megafx.planner.policy import WEIGHTS_STAY, Policy, Yields, normalised_place
 from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
 from megafx.planner.search import PATIENCE, SECONDS
 from megafx.planner.solver import InfeasibleError, Solution, TooWideError, solve
-from megafx.rules.candidates import find_candidates, strategies
+from megafx.rules.candidates import find_candidates, results_of, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
@@ -129,7 +130,8 @@ def make_problem(
     sequence_parallel = config.sequence_parallel
     given: Any = {"sequence_parallel": sequence_parallel, "free": free, "yields": yields}
     policy = Policy(program, planner.rules, active, planner.t, **given)
-    candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, planner.t)
+    placeholders = [n for n in order if n.op == "placeholder"]
+    candidates = find_candidates(planner.rules, placeholders, program.sizes, planner.t, planner.cuts)
     overrides = Overrides(program, config.overrides if styles is None else styles, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
@@ -155,6 +157,8 @@ def make_problem(
         else:
             rule = planner.rules[node]
             every = _strategies(rule, candidates, program, planner)
+            if planner.cuts:
+                every = _where_it_can_be_cut(node, rule, every, program, planner, policy.weights)
             follow, by_override = overrides.filter_op(node, rule, every, partial(policy.shards_sequence, node))
             domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
             gone = by_override | gone
@@ -193,6 +197,20 @@ def _check_given(program: Program, planner: Planner, plan: Plan, order: list[fx.
                 fix="choose a row of the rule, or plan again",
                 **located(node),
             )
+
+
+def _where_it_can_be_cut(
+    node: fx.Node, rule: OpRule, every: list[Strategy], program: Program, planner: Planner, weights: set[fx.Node]
+) -> list[Strategy]:
+    """Of an axis that cuts some sizes, wherever a rule lets it: the strategies that do. Where none does, all ranks have the
+    values and their gradients whole; parameters, and what has no such size, as it comes."""
+    cut = [s for s in every if any(p.is_shard for p in (*s.ins, s.out))]
+    if cut:
+        return cut
+    values = [*(o.node for o in rule.operands), *(n for n in results_of(node, rule) if n is not None)]
+    shapes = [program.sizes.shape(v.meta[VAL]) for v in values if isinstance(v.meta[VAL], torch.Tensor)]
+    has_it = any(program.sizes.mentions(n, name) for shape in shapes for n in shape for name in planner.cuts)
+    return every[:1] if has_it and node not in weights else every
 
 
 def _element(node: fx.Node, of_op: list[Strategy]) -> list[Strategy]:

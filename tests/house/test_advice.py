@@ -21,6 +21,9 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "fp8 on <name>: its products need <needed>": "passes/backward/test_scaled_products.py",
     "torch.autograd.grad or backward(inputs=...) with": "loop/situations/loop_hooks_on_outputs.py",
     "<__name__>.step() of a parameter ('<name>') that": "dist/on_ranks/call_forms.py",
+    "context_parallel_size=<context_parallel_size>: se": "equivalence/test_context.py",
+    "<node> drops out values whose sequence context-pa": "equivalence/test_context.py",
+    "the sequence of this call is no size that may var": "equivalence/test_context.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [
@@ -36,6 +39,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "call <step>: parameter '<name>'<more>, which ten",
         "data-parallel ranks <i> and <j> differ in the sh",
         "data-parallel ranks run different graphs, whose ",
+        "context_parallel_size=<context_parallel_size>, bu",
         "data_parallel_shard_size=<data_parallel_shard_si",
         "data_parallel_size=<data_parallel_size>, but the",
         "mesh <mesh> has <ndim> dims, none of them named ",

@@ -46,6 +46,7 @@ from megafx.kernels.attention.attention_reference import Inputs, empty_results, 
 from megafx.kernels.attention.attention_rows import seen_rows
 from megafx.kernels.common.draw import DRAW, draws
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
+from megafx.placements.data_axis import CONTEXT_AXIS
 from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
@@ -65,7 +66,10 @@ def _attention(
         out = _attention(q, k, v, mask, key_mask, seed, *shown)
         seen = seen_rows(padding, q.shape[2], window)
         return torch.ops.megafx.attention_rows(out, q, k, v, seen, scale, hidden)
-    if mask is None and not (window or softcap or p):
+    cut = rest[7] == 2 and (
+        causal or window
+    )  # some of the queries, whose places in the sequence the library does not know
+    if mask is None and not (window or softcap or p or cut):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     if p and seed is None:
@@ -183,6 +187,11 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
 
 
+def _is_boolean_padding(mask: Any) -> bool:
+    """Whether `attention_rows` makes the rows that see nothing of this mask: it counts queries from 0."""
+    return isinstance(mask, Arg) and len(mask.shape) == 2
+
+
 # -- sharding: the dims depend on the mask's and on causality
 
 
@@ -216,7 +225,10 @@ def _operand_dims(call: OpCall, e: str, f: str) -> str:
 
 
 def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
-    if not (call.get("causal") or call.get("window")):
+    by_place = call.get("causal") or call.get("window")
+    of_axis = str(call.get("axis")).endswith(CONTEXT_AXIS)  # the op is told which queries a rank of it has
+    whole = of_axis and call.get("hidden") and any(_is_boolean_padding(call.get(name)) for name in ("mask", "key_mask"))
+    if not by_place or (of_axis and not whole):
         return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text

@@ -1,0 +1,147 @@
+"""Cut the sequence over the ranks of the context-parallel axis, and make the program that of one of its ranks.
+
+Before:  %x = embedding(%w, %ids)                        # [b s h]
+         %k = reshape(linear(%x, %wk), [b, s, n, d]);  ...;  %y = attention(%q, %k, %v, causal)
+After:   %i = transition(%ids, I -> S1, 'cp', 2);  %x = embedding(%w, %i)            # [b ceil(s/2) h]
+         %k = reshape(linear(%x, %wk), [b, ceil(s/2), n, d]);  ...
+         %g = transition(%k, S2 -> R, 'cp', 2);  %y = attention(%q, %g, %h, causal, 2, [1, s, 1], 'cp')
+Legal because: it is what `plan_sharding`, `insert_transitions` and `localize_shapes` do for the tensor-parallel axis, here
+for another. The result is canonical again: to the next axis, transitions are ops with a rule.
+
+What differs is the policy. No size is cut but that of a sequence; wherever an op's rule lets it be cut, it is. Parameters are
+whole (R), so that their gradients are summands, which `data_parallel` adds up with those of the other ranks. Inputs and outputs
+are whole on every rank. An op whose rule does not let the sequence be cut gets it gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.errors import PlanError
+from megafx.ir.contracts import is_transition
+from megafx.ir.facts import ATTENTION
+from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
+from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program, located
+from megafx.ops.axes import with_axis
+from megafx.passes.localize.localize_shapes import localize_shapes
+from megafx.passes.plan.insert_transitions import insert_transitions
+from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
+from megafx.placements.types import R
+from megafx.planner.context import Planner
+from megafx.planner.cost import cost_kind
+from megafx.units import bytes_text
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+NAME = "cut_sequence"
+sdpa = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def cut_sequence(program: Program, planner: Planner) -> int:
+    """Return the number of transitions of the context-parallel axis. Raises PlanError where there is no sequence to cut."""
+    if planner.data is None or planner.data.context == 1:
+        return 0
+    if program.batch is None:
+        program.batch = Batch(1, {}, (R,) * len(program.outputs), any(spec.loss for spec in program.outputs), True)
+    names = [name for name in program.sizes.symbols if name == "seq" or name.startswith("target")]
+    if not planner.training and (not names or any(spec.cache for spec in program.outputs)):
+        program.note(
+            "context parallel",
+            "without gradients, and with a key-value cache or one token, each rank computes the whole",
+        )
+        return 0
+    if not names:
+        raise PlanError(
+            "the sequence of this call is no size that may vary, so it cannot be cut over context-parallel ranks",
+            fix="give token ids [batch, sequence] of several tokens to a model that takes any number of them (no loop over "
+            "them), or set context_parallel_size to 1",
+        )
+    program.batch = replace(program.batch, context=planner.data.context, equal=True)
+    _count_queries(program)
+    _name_axis_of_draws(program, CONTEXT_AXIS)
+    config = planner.config.replace(  # outputs are whole on every rank, those beside a loss too
+        planner_policy="free", overrides={}, sequence_parallel=False, gather_outputs=True, differentiable_outputs=True
+    )
+    params = {spec.name: R for spec in program.inputs if spec.kind == "param"}
+    axis = Planner(
+        config, planner.data.context, planner.hardware, None, planner.wants_grad, params, axis=CONTEXT_AXIS, cuts=names
+    )
+    plan_sharding(program, axis)
+    count = insert_transitions(program, axis)
+    _say_where_it_is_gathered(program, axis)
+    localize_shapes(program, axis)
+    for node in program.graph.nodes:  # the next axis has placements of its own
+        node.meta.pop(PLACEMENT, None)
+    for i, spec in enumerate(program.outputs):
+        program.outputs[i] = replace(spec, placement=None)
+    _name_axis_of_draws(program, TENSOR_AXIS)
+    if planner.t > 1:
+        _refuse_draws(program)
+    program.phase = Phase.CANONICAL
+    return count
+
+
+def _name_axis_of_draws(program: Program, axis: str) -> None:
+    """Ops that draw, and are not cut, name the axis that is to cut them."""
+    for node in filter(is_draw, program.graph.nodes):
+        drop = draw_of(node)
+        if drop.shard_dim < 0:
+            set_arguments(node, axis=with_axis(drop.axis, axis))
+
+
+def _count_queries(program: Program) -> None:
+    """Write causal attention as the op that may be told which queries a rank has."""
+    for node in program.graph.find_nodes(op="call_function", target=sdpa):
+        q, k, v, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
+        if not argument(node, "is_causal") or mask is not None or q.meta[VAL].dim() != 4:
+            continue
+        scale = argument(node, "scale")
+        scale = q.meta[VAL].shape[-1] ** -0.5 if scale is None else scale
+        build = Builder(program, node, node, NAME)
+        options: Any = (scale, True, 0, 0.0, 0, 0.0, 0, -1, [], TENSOR_AXIS)
+        made = build(torch.ops.megafx.attention.default, q, k, v, None, None, None, *options)
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+
+
+def _refuse_draws(program: Program) -> None:
+    for node in filter(is_draw, program.graph.nodes):
+        drop = draw_of(node)
+        if drop.shard_dim >= 0 and drop.p and drop.seed is not None:
+            raise PlanError(
+                f"{op_name(node)} drops out values whose sequence context-parallel ranks cut; which of them a tensor-parallel "
+                "rank has in addition cannot be said yet",
+                fix="set this dropout to 0, or tensor_model_parallel_size or context_parallel_size to 1",
+                **located(node),
+            )
+
+
+def _say_where_it_is_gathered(program: Program, axis: Planner) -> None:
+    """What keys and values take, and a note for each other op that has the sequence whole."""
+    total, others = 0, dict[fx.Node, int]()
+    for node in program.graph.nodes:
+        if not is_transition(node, CONTEXT_AXIS) or node.args[1][0] != "S" or node.args[2] not in ("R", "I"):
+            continue
+        size = program.sizes.bytes(node.meta[VAL])
+        readers = [n for n in node.users if n.op != "output"]
+        total += size if readers else 0
+        for reader in readers:
+            if cost_kind(op_name(reader)) != ATTENTION or node in (reader.args[0], *reader.args[3:4]):
+                others[reader] = others.get(reader, 0) + size
+    if total:
+        program.note(
+            "context parallel", f"a forward pass gathers {bytes_text(total)} of the sequence over '{CONTEXT_AXIS}'"
+        )
+    for reader, size in others.items():
+        rule = axis.rules.get(reader)
+        reasons = [] if rule is None else [rule.reason, *rule.forbidden.values()]
+        why = next((f" ({reason})" for reason in reasons if reason), "")
+        program.note(
+            "context parallel",
+            f"{op_name(reader)} has the sequence whole{why}: {bytes_text(size)} are gathered",
+            reader,
+        )
