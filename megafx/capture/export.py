@@ -251,7 +251,7 @@ class _Capture:
 
     def __post_init__(self) -> None:
         self.given, self.given_dims = self.leaves, self.dims.names
-        self.kind = self._kind()
+        self.kind, self.without_fixed = self._kind(self.dims.constant), self._kind(())
 
     def run(self, fixed: frozenset[str]) -> Program:
         """fixed: names of dims that keep the call's size, for all that the model's code may do."""
@@ -286,7 +286,7 @@ class _Capture:
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """An export that serves the call at hand: as the one before of the same kind of call went, or the first that works."""
         self._take_state()
-        before = self.earlier.get(self.kind)
+        before = self.earlier.get(self.kind) or self.earlier.get(self.without_fixed)
         exported = None if before is None else self._as_before(before)
         if before is not None and exported is not None:
             return exported, before.sizes
@@ -294,12 +294,12 @@ class _Capture:
         self.earlier[self.kind] = Traced.of(self.dims, sizes, mode)
         return exported, sizes
 
-    def _kind(self) -> Hashable:
+    def _kind(self, constant: Collection[str]) -> Hashable:
         """Calls in which the model's code most likely asks the same of sizes. No capture is right or wrong by it."""
         leaves = tuple(getattr(value, "dtype", type(value)) for _, value in self.given)
         dims = tuple(tuple(names.items()) for names in self.given_dims)
         modes = tuple(module.training for module in self.root.model.modules())
-        return leaves, dims, frozenset(self.dims.constant), modes, torch.is_grad_enabled(), self.part
+        return leaves, dims, frozenset(constant), modes, torch.is_grad_enabled(), self.part
 
     def _as_before(self, before: Traced) -> ExportedProgram | None:
         """The export with what was known after the one before; None where it does not work, or not for this call."""
