@@ -37,9 +37,10 @@ from megafx.distributed.agreement import sample
 from megafx.distributed.board import BYTES, Entry, SharedBoard
 from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
+from megafx.ir.nodes import changed_copy
 from megafx.ir.program import Input, Output, Program
 from megafx.ir.sizes import Sizes
-from megafx.passes.lower.call_directly import with_direct_calls
+from megafx.passes.lower.call_directly import call_node_directly
 from megafx.placements.types import I, Layout, Placement, S
 from megafx.planner.hardware import Hardware
 from megafx.runtime.bound_graph import CompiledCall
@@ -207,7 +208,7 @@ class Steps:
 
     def graph(self, step: Callable[..., Any]) -> Callable[[], Any]:
         """What a compiled graph runs for it."""
-        gm = with_direct_calls(make_fx(step)(*self.tensors))[0]
+        gm = changed_copy(make_fx(step)(*self.tensors), call_node_directly)[0]
         return lambda: gm.forward(*self.tensors)
 
 

@@ -40,7 +40,7 @@ from megafx.capture.export import capture_call
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
-from megafx.ir.interpret import input_values
+from megafx.equivalence import input_values
 from megafx.ir.program import VAL
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner

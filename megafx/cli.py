@@ -318,7 +318,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.trace:
         report.trace(args.trace)
     if args.model_explorer:
-        from megafx.report.model_explorer import graph_collection
+        from megafx.report.exports import graph_collection
 
         args.model_explorer.write_text(json.dumps(graph_collection(report.picture, args.model)))
     return 0

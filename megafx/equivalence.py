@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from megafx.errors import PlacementError, SourceLine, UsageError
 from megafx.example_call import ExampleCall
 from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.contracts import is_transition
-from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place
 from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, GRADIENT_AXIS, TENSOR_AXIS, DataAxis
@@ -413,6 +412,36 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
     needs = {o.name: o.requires_grad for o in sharded.program.outputs if o.kind == "user"}
     differ = [name for name, value in eager.items() if value.requires_grad != needs[name]]
     return _Trial(sharded, single, values, wanted, reference, limit, differ)
+
+
+def input_values(
+    program: Program,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_inputs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Values of the inputs by name for a call of `model` (any model with the same FQNs, e.g. an fp64 copy); no tangents."""
+    if program.call is None:
+        raise UsageError("this program was not made by capture, so its inputs have no names in a call")
+    state: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    user = iter(program.call.flatten(args, kwargs, loss_inputs))
+    values: dict[str, Any] = {}
+    for spec in program.inputs:
+        if spec.kind in ("param", "buffer"):
+            values[spec.name] = state[spec.name]
+        elif spec.kind == "constant":
+            values[spec.name] = program.constants[spec.name]
+        elif spec.kind == "user":
+            values[spec.name] = next(user)
+        elif spec.kind == "seed":
+            values[spec.name] = torch.tensor(seed, dtype=torch.int64)
+    return values
 
 
 def _check_parts(program: Program, values: Mapping[str, Any], data: DataAxis) -> None:

@@ -25,8 +25,8 @@ import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.distributed.exchange import PeerMemory
 from megafx.errors import UsageError
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payload
+from megafx.planner.cost import ATTENTION_BACKWARD
 from megafx.planner.hardware import Hardware
-from megafx.planner.times import ATTENTION_BACKWARD
 from megafx.progress import stage
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -25,6 +25,7 @@ from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, coll
 from megafx.planner.context import Planner
 from megafx.planner.cost import (
     TRAINING_PASSES,
+    attention_seconds,
     collective_seconds,
     cost_kind,
     in_pieces,
@@ -32,13 +33,13 @@ from megafx.planner.cost import (
     op_bytes,
     op_flops,
     optimizer_seconds,
+    product_seconds,
     share,
     transition_cost,
 )
 from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
-from megafx.planner.times import attention_seconds, product_seconds
 from megafx.rules.strategies import OpRule
 
 

@@ -1,6 +1,6 @@
 """What one node of a rank's graph holds and takes, at the workload: elements, bytes, and seconds of one run.
 
-Shapes are local. Seconds are those of `planner/times.py`: products by their shape, attention, collectives by their ranks, and
+Shapes are local. Seconds are those of `planner/cost.py`: products by their shape, attention, collectives by their ranks, and
 for other ops the bytes that they read and write. Recompute, offload, the order of collectives and Inductor's chains ask here.
 """
 
@@ -21,15 +21,17 @@ from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, GRADIENT_AXIS
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import (
     DTYPE_OF_ITEMSIZE,
+    attention_seconds,
     collective_bytes,
     cost_kind,
+    library_seconds,
     matmul_seconds,
     memory_seconds,
     op_bytes,
     op_flops,
+    product_seconds,
 )
 from megafx.planner.hardware import FLOAT8, Hardware
-from megafx.planner.times import attention_seconds, library_seconds, product_seconds
 
 aten = torch.ops.aten
 _LEFT = {"addmm": 1, "baddbmm": 1}  # position of the product's left operand, where it is not the first

@@ -6,6 +6,9 @@ import dis
 import functools
 import types
 from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
 
 _LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
 _STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
@@ -18,6 +21,11 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes(constant)
+
+
+def names_in_code(code: types.CodeType) -> frozenset[str]:
+    """Names of attributes, globals and variables of enclosing functions."""
+    return frozenset(name for part in codes(code) for name in (*part.co_names, *part.co_freevars))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,3 +51,13 @@ def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
             yield _STORES[each.opname], [str(each.argval)]
     if chain:
         yield kind, chain
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """Names that a module's forward reads, through its decorators."""
+    found: set[str] = set()
+    function: Any = type(module).forward
+    while function is not None:
+        found.update(getattr(getattr(function, "__code__", None), "co_names", ()))
+        function = getattr(function, "__wrapped__", None)
+    return found

@@ -31,7 +31,8 @@ from torch.utils import _pytree as pytree
 from megafx.analysis.tables import read_table
 from megafx.capture.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
-from megafx.capture.errors import translate, unsupported_leaf
+from megafx.capture.eager_parts import CallValues
+from megafx.capture.errors import refuse_quantised, translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
@@ -39,8 +40,6 @@ from megafx.capture.like_layers import LikeLayers
 from megafx.capture.messages import Warned
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
-from megafx.capture.quantised import refuse_quantised
-from megafx.capture.real_values import CallValues
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
@@ -100,7 +99,7 @@ def capture_call(
     fixed: names of dims that are constants of the graph. Sizes of 0 and 1 become such by themselves where the model may
     compute something else at them than the graph (small_sizes.py).
     state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
-    functions: code of functions that are one node each (eager_functions.py). scaled: see `Probes`. converting: code whose
+    functions: code of functions that are one node each (eager_parts.py). scaled: see `Probes`. converting: code whose
     `float(tensor)` is `.item()` (conversions.py).
     earlier: how captures of this model went before, by kind of call; this one adds to it.
     """

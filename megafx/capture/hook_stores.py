@@ -37,15 +37,10 @@ _CHANGE = frozenset([  # methods of containers
 ])
 # fmt: on
 _CONTAINERS = (list, dict, set, deque)
-_LEAVES = (
-    "JUMP_FORWARD",
-    "JUMP_BACKWARD",
-    "JUMP_BACKWARD_NO_INTERRUPT",
-    "RETURN_VALUE",
-    "RETURN_CONST",
-    "RAISE_VARARGS",
-)
+_ENDS = "JUMP_FORWARD JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT RETURN_VALUE RETURN_CONST RAISE_VARARGS"
+_LEAVES = _ENDS.split()
 _DEPTH = 6
+ANY_NAME = "*"  # of an attribute that is set by a computed name
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +165,9 @@ class _Follow:
 
     def _assign(self, owner: Any, name: Any) -> None:
         """An attribute is assigned to."""
-        if not isinstance(owner, _Known) or not isinstance(name, str):
+        if not isinstance(owner, _Known):
             return
+        name = name if isinstance(name, str) else ANY_NAME
         holder = owner.value if isinstance(owner.value, type) else getattr(owner.value, "__dict__", None)
         if holder is not None:
             self.found.places.append((holder, name, name))

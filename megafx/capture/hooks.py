@@ -16,7 +16,6 @@ import contextlib
 import dis
 import functools
 import inspect
-import itertools
 import types
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator
@@ -27,8 +26,8 @@ import torch.nn.functional
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-from megafx.capture.hook_stores import stores_of
-from megafx.capture.layerdrop import names_of
+from megafx.capture.code_names import codes, names_in_code, names_of
+from megafx.capture.hook_stores import ANY_NAME, function_of, stores_of
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError
 from megafx.ops.eager_call import Order
@@ -151,7 +150,7 @@ def storing(model: nn.Module, outside: Collection[nn.Module], reads: Reads) -> s
 def names_in(model: nn.Module) -> frozenset[str]:
     """Names in the code of a model: of attributes, globals and variables of enclosing functions."""
     kinds: set[Any] = {type(module) for module in model.modules()}
-    own = (_names_in_code(f.__code__) for m in model.modules() for f in vars(m).values() if hasattr(f, "__code__"))
+    own = (names_in_code(f.__code__) for m in model.modules() for f in vars(m).values() if hasattr(f, "__code__"))
     return frozenset().union(*map(_names_in_class, kinds), *own)
 
 
@@ -161,12 +160,7 @@ def _names_in_class(kind: type) -> frozenset[str]:
     functions = (
         inspect.unwrap(getattr(f, "__func__", f)) for base in bases for f in vars(base).values() if callable(f)
     )
-    return frozenset().union(*(_names_in_code(f.__code__) for f in functions if hasattr(f, "__code__")))
-
-
-def _names_in_code(code: types.CodeType) -> frozenset[str]:
-    inner = (_names_in_code(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset([*code.co_names, *code.co_freevars]).union(*inner)
+    return frozenset().union(*(names_in_code(f.__code__) for f in functions if hasattr(f, "__code__")))
 
 
 def refuse_dispatch(module: nn.Module, fqn: str) -> None:
@@ -210,11 +204,6 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         vars(module).update(tables)
 
 
-def _function(hook: Any) -> types.FunctionType | None:
-    found = getattr(hook, "__func__", hook)
-    return found if isinstance(found, types.FunctionType) else None
-
-
 def _is_traced(hook: Any) -> bool:
     modules = [c.__module__ for c in type(hook).__mro__] + [getattr(hook, "__module__", "") or ""]
     return any(name.startswith(_TRACED) for name in modules) or _only_computes(hook)
@@ -222,8 +211,8 @@ def _is_traced(hook: Any) -> bool:
 
 def _only_computes(hook: Any) -> bool:
     """Whether a hook is a function that reads nothing but its arguments, has no branch, and only calls torch."""
-    function = _function(hook)
-    if function is None or hook is not function or function.__closure__:
+    function = hook
+    if not isinstance(function, types.FunctionType) or function.__closure__:
         return False
     code = function.__code__
     for each in dis.get_instructions(code):
@@ -258,34 +247,16 @@ def _computed(name: str) -> bool:
 
 def _sets_what_forward_reads(hook: Any, module: nn.Module) -> bool:
     """Whether a pre-hook sets an attribute of its module that the module's forward reads, or any by a computed name."""
-    function = _function(hook) or _function(type(hook).__call__)
-    if function is None:
-        return False
-    code = function.__code__
-    first = 0 if function is hook else 1  # a method has self before the module
-    if code.co_argcount <= first:
-        return False
-    parameter, read = code.co_varnames[first], names_of(module)
-    instructions = list(dis.get_instructions(code))
-    for a, b in itertools.pairwise(instructions):
-        if b.opname == "STORE_ATTR" and a.argval == parameter and b.argval in read:
-            return True
-        if a.argval == "setattr" and b.argval == parameter:
-            return True
-    return False
+    own, read = vars(module), names_of(module)
+    return any(holder is own and name in (*read, ANY_NAME) for holder, _, name in stores_of(hook, module).places)
 
 
 def _draws(hook: Any, depth: int = 2) -> bool:
     """Whether the code of a hook, or of functions that it calls by name, has a function that draws random numbers."""
-    function = _function(hook) or _function(type(hook).__call__) or _function(getattr(hook, "func", None))
+    function = function_of(hook)
     if function is None:
         return False
-    names: set[str] = set()
-    todo: list[types.CodeType] = [function.__code__]
-    while todo:
-        code = todo.pop()
-        names.update(code.co_names)
-        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    names = {name for code in codes(function.__code__) for name in code.co_names}
     if names & _DRAWS:
         return True
     cells = [_contents(c) for c in function.__closure__ or ()]

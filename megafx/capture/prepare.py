@@ -37,9 +37,10 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture import tensor_hooks
-from megafx.capture.checks import only_skips, passing_checks
+from megafx.capture.code_names import names_of
 from megafx.capture.conversions import MATH, functions_with, limits, of_numbers, with_conversions
-from megafx.capture.eager_functions import LeftFunction, left_functions
+from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
+from megafx.capture.eager_parts import LeftFunction, left_functions
 from megafx.capture.errors import packing
 from megafx.capture.functions import (
     APPLY_OF,
@@ -51,13 +52,10 @@ from megafx.capture.functions import (
 )
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
-from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.like_layers import LikeLayers, like_layers
-from megafx.capture.messages import unheard
+from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads
-from megafx.capture.texts import text_of_number, text_of_tensor
-from megafx.capture.unrepeatable import unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafx.capture.code_names import chains, codes
-from megafx.capture.layerdrop import names_of
+from megafx.capture.code_names import chains, codes, names_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.python_state import (
@@ -57,28 +56,9 @@ IGNORED = frozenset(
     ]
 )
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
-_PROTOCOL = frozenset(  # methods that code calls without naming them
-    f"__{name}__"
-    for name in [
-        "call",
-        "getattr",
-        "getitem",
-        "setitem",
-        "contains",
-        "iter",
-        "next",
-        "len",
-        "bool",
-        "enter",
-        "exit",
-        "mul",
-        "rmul",
-        "add",
-        "radd",
-        "sub",
-        "truediv",
-    ]
-)
+# Methods that code calls without naming them.
+_METHODS = "call getattr getitem setitem contains iter next len bool enter exit mul rmul add radd sub truediv"
+_PROTOCOL = frozenset(f"__{name}__" for name in _METHODS.split())
 _MEMO = type(lru_cache(lambda: None))
 
 

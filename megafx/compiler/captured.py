@@ -1,7 +1,7 @@
 """Capture of a call, with the parts that cannot be traced left eager (`Config(uncaptured="eager")`).
 
 Where code decides by the data of a tensor, the smallest part that holds that line is left eager, and the call is captured
-again: a function that forward calls, if it only keeps books (capture/eager_functions.py), else the smallest submodule whose
+again: a function that forward calls, if it only keeps books (capture/eager_parts.py), else the smallest submodule whose
 call holds the line. That becomes an eager module (ops/eager_call.py), as if `Config(eager_modules=...)` named it, with those
 of other layers that run the same code. The choice follows from the error alone, so that all ranks make the same. A line in the
 model's own forward stays an error, as does what eager code could not do either: random numbers of Python or numpy, the clock,
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megafx.capture.dims import Traced
-from megafx.capture.eager_functions import NotAlone, functions_on_line
+from megafx.capture.eager_parts import NotAlone, functions_on_line
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.errors import CaptureError, MegafxError

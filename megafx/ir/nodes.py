@@ -96,6 +96,22 @@ def changed_copy(gm: fx.GraphModule, change: Callable[[fx.Node], bool]) -> tuple
     return graph_module(gm, graph), changes
 
 
+def change_parts(program: Program, *changes: Callable[[fx.Node], bool]) -> int:
+    """Change nodes of the forward and the backward graph, one change after the other; return how many were changed."""
+    if program.partition is None:
+        return 0
+
+    def changed(gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, int]:
+        total = 0
+        for change in changes:
+            gm, count = changed_copy(gm, change)
+            total += count
+        return gm, total
+
+    program.partition, total = program.partition.changed(changed)
+    return total
+
+
 def behind(node: Any, ops: Collection[Any]) -> Any:
     """The value before a chain of these ops, each applied to its first operand; the value itself if there is none."""
     while isinstance(node, fx.Node) and node.target in ops:

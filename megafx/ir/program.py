@@ -253,14 +253,6 @@ class Partition:
         made = replace(self, forward=forward, backward=backward, last_backward=last, cast_weights=casts)
         return made, count
 
-    def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
-        """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
-        total: dict[str, int] = {}
-        for s in self.saved:
-            if s.numel:
-                total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
-        return total
-
 
 @dataclass
 class Program:

@@ -6,6 +6,7 @@ import functools
 import linecache
 import os
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from types import FrameType
@@ -40,7 +41,17 @@ def source_of_trace(stack_trace: str) -> SourceLine | None:
 
 def current_user_line() -> SourceLine | None:
     """The user's line that is running now."""
-    return source_of_trace("".join(traceback.format_stack()))
+    return line_of(sys._getframe(1))
+
+
+def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
+    """(frame, line) of an error's stack, the outermost first; where it has none, of what it came from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if frames := [*traceback.walk_tb(seen.__traceback__)]:
+            return frames
+        seen = seen.__cause__ or seen.__context__
+    return []
 
 
 def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:

@@ -10,7 +10,7 @@ handle. Random numbers come from the seed of the step. The first result is for o
 after it.
 
 Export has to know the sizes of its results: the code is run before (ops/eager_probes.py). A function can take the module's
-place (capture/eager_functions.py).
+place (capture/eager_parts.py).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MADE_UP_INPUTS = "code that stays eager is run on made-up inputs, to learn the s
 
 
 class Probes(Protocol):
-    """Real inputs of code that stays eager (capture/real_values.py).
+    """Real inputs of code that stays eager (capture/eager_parts.py).
 
     scaled: whether a size of a result is taken to be fixed, too, where it grows as a fixed size of the inputs does.
     """

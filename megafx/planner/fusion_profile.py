@@ -24,7 +24,6 @@ made for its memory, whatever it costs.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -36,7 +35,7 @@ import yaml
 
 from megafx.config import MEASURE_NOTHING
 from megafx.errors import ConfigError
-from megafx.planner.hardware import PROFILES
+from megafx.planner.hardware import PROFILES, read_profile
 
 FOLDER = PROFILES / "fusions"
 MODES = ("eager training", "eager inference", "compiled training", "compiled inference")
@@ -122,21 +121,7 @@ class FusionProfile:
     @staticmethod
     def load(name_or_path: str | Path) -> FusionProfile:
         """A profile by name ('h200') or the path of a YAML file."""
-        names, path = FusionProfile.names(), Path(name_or_path)
-        if str(name_or_path) in names:
-            path = FOLDER / f"{name_or_path}.yaml"
-        elif path.suffix not in (".yaml", ".yml"):
-            near = difflib.get_close_matches(str(name_or_path), names, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            fix = f"{hint}profiles: {', '.join(names) or 'none'}; or the path of a .yaml file that '{COMMAND}' wrote"
-            raise ConfigError(f"no fusion profile '{name_or_path}'", fix=fix)
-        if not path.is_file():
-            raise ConfigError(f"no such fusion profile: {path}", fix=f"'{COMMAND}' makes one")
-        try:
-            data = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {error}") from None
-        return FusionProfile.from_dict(data, path.name)
+        return FusionProfile.from_dict(*read_profile("fusion", name_or_path, FOLDER, FusionProfile.names(), COMMAND))
 
     @staticmethod
     def from_dict(data: Any, where: str = "the fusion profile") -> FusionProfile:

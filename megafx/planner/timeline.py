@@ -18,10 +18,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
-from megafx.planner.cost import memory_seconds
+from megafx.planner.cost import library_seconds, memory_seconds, sum_seconds
 from megafx.planner.costed import CostedGraph, CostedOp
 from megafx.planner.hardware import Hardware
-from megafx.planner.times import library_seconds, sum_seconds
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
 # Bytes of the whole tensor below which a collective of the library is as fast (a transfer has a latency of about 16 us).

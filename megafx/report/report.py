@@ -21,8 +21,8 @@ from megafx.placements.types import LOCAL
 from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
+from megafx.report.exports import trace_events
 from megafx.report.page import data_of, page, picture_data
-from megafx.report.trace import trace_events
 from megafx.units import bytes_text, time_text
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
+from megafx.runtime.cache_key import watching
 from megafx.runtime.cache_shard import CacheShard
-from megafx.runtime.dependencies import watching
 from megafx.runtime.fingerprint import digest
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.keys import Call

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megafx.capture.errors import refuse_quantised
 from megafx.capture.export import refuse_lazy
-from megafx.capture.quantised import refuse_quantised
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters

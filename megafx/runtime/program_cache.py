@@ -45,8 +45,17 @@ from megafx.planner.timeline import Part, Segment, StepTimes
 from megafx.progress import stage
 from megafx.report.report import Fused, Line, Report
 from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
-from megafx.runtime.cache_key import code_of_classes, loss_text, of_model, of_process
-from megafx.runtime.dependencies import code_files, file_digest, hidden, packages, stat_of
+from megafx.runtime.cache_key import (
+    code_files,
+    code_of_classes,
+    file_digest,
+    hidden,
+    loss_text,
+    of_model,
+    of_process,
+    packages,
+    stat_of,
+)
 from megafx.runtime.fingerprint import Fingerprint, digest
 from megafx.runtime.keys import Call
 from megafx.runtime.stored_state import state_form, state_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import changed_copy
+from megafx.ir.nodes import change_parts
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
 from megafx.ops.collectives import mm_rows, pad_rows
@@ -36,19 +36,11 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 def call_directly(program: Program, planner: Planner) -> int:
     """Return the number of calls changed."""
-    parts = program.partition
-    if parts is None:
-        return 0
-    program.partition, changes = parts.changed(lambda gm, direction: with_direct_calls(gm))
-    return changes
+    return change_parts(program, call_node_directly)
 
 
-def with_direct_calls(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    """(the same code with such calls, their number); `gm` itself where there are none."""
-    return changed_copy(gm, _call_directly)
-
-
-def _call_directly(node: fx.Node) -> bool:
+def call_node_directly(node: fx.Node) -> bool:
+    """True if the call was changed."""
     function = direct(node.target) if node.op == "call_function" else None
     args = None if function is None else _arguments(node)
     if function is not None and args is not None:

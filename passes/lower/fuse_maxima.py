@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import megafx.kernels.activation.activation  # noqa: F401  registers the ops
-from megafx.ir.nodes import RESHAPES, behind, changed_copy
+from megafx.ir.nodes import RESHAPES, behind, change_parts
 from megafx.ir.program import VAL, Phase, Program, inherit
 from megafx.kernels.fp8.largest import giving_largest
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
@@ -41,21 +41,7 @@ _CASTING = {
 
 def fuse_maxima(program: Program, planner: Planner) -> int:
     """Return the number of passes over memory saved."""
-    parts = program.partition
-    if parts is None or planner.config.fp8 is None:
-        return 0
-    program.partition, changes = parts.changed(lambda gm, direction: _fused(gm))
-    return changes
-
-
-def _fused(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    gm, casts = changed_copy(gm, _cast_again)
-    gm, changes = changed_copy(gm, _fuse)
-    changes += casts
-    if changes:
-        gm.graph.lint()
-        gm.recompile()
-    return gm, changes
+    return 0 if planner.config.fp8 is None else change_parts(program, _cast_again, _fuse)
 
 
 def _fuse(found: fx.Node) -> bool:

@@ -41,9 +41,8 @@ from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.moves import same_size, same_sizes
 from megafx.placements.types import ALL_REDUCE
 from megafx.planner.context import Planner
-from megafx.planner.cost import collective_bytes
+from megafx.planner.cost import collective_bytes, library_seconds
 from megafx.planner.timeline import LEAST_BYTES
-from megafx.planner.times import library_seconds
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "overlap_products"

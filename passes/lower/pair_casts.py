@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from megafx.ir.nodes import changed_copy
+from megafx.ir.nodes import change_parts
 from megafx.ir.program import VAL, Phase, Program, inherit
 from megafx.kernels.fp8.quantize import amax, amax_both, quantize, quantize_both
 from megafx.planner.context import Planner
@@ -31,19 +31,11 @@ NAME = "pair_casts"
 
 def pair_casts(program: Program, planner: Planner) -> int:
     """Return the number of passes over memory saved."""
-    parts = program.partition
-    if parts is None or planner.config.fp8 is None:
-        return 0
-    program.partition, changes = parts.changed(lambda gm, direction: _paired(gm))
-    return changes
+    return 0 if planner.config.fp8 is None else change_parts(program, _pair)
 
 
-def _paired(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    gm, changes = changed_copy(gm, lambda node: _pair_amax(node) or _pair_cast(node) or _join_cast(node))
-    if changes:
-        gm.graph.lint()
-        gm.recompile()
-    return gm, changes
+def _pair(node: fx.Node) -> bool:
+    return _pair_amax(node) or _pair_cast(node) or _join_cast(node)
 
 
 def _pair_amax(node: fx.Node) -> bool:

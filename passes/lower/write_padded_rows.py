@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from megafx.ir.nodes import changed_copy
+from megafx.ir.nodes import change_parts
 from megafx.ir.program import Phase, Program
 from megafx.ops import collectives  # noqa: F401  registers the ops
 from megafx.planner.context import Planner
@@ -26,24 +26,14 @@ aten, ops = torch.ops.aten, torch.ops.megafx
 
 def write_padded_rows(program: Program, planner: Planner) -> int:
     """Return the number of products that are padded in place."""
-    parts = program.partition
-    if parts is None:
-        return 0
-    program.partition, changes = parts.changed(lambda gm, direction: _written(gm))
-    return changes
+    return change_parts(program, write_in_padded)
 
 
-def _written(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    gm, changes = changed_copy(gm, _write)
-    if changes:
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-    return gm, changes
-
-
-def _write(node: fx.Node) -> bool:
+def write_in_padded(node: fx.Node) -> bool:
+    """True if the node was a padded product, and is one that has the room."""
     product = node.args[0] if node.target is ops.pad_rows.default else None
     if not isinstance(product, fx.Node) or product.target is not aten.mm.default or len(product.users) > 1:
         return False
     node.target, node.args = ops.mm_rows.default, (*product.args, node.args[1])
+    product.graph.erase_node(product)
     return True

@@ -37,8 +37,7 @@ from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY, Policy, Yields, normalised_places
 from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
-from megafx.planner.search import PATIENCE, SECONDS
-from megafx.planner.solver import InfeasibleError, Solution, TooWideError, solve
+from megafx.planner.solver import PATIENCE, SECONDS, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, results_of, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import real_sizes
-from lowered import parts_of
+from lowered import parts_of, saved_bytes
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
@@ -197,7 +197,7 @@ def test_gathering_again_costs_two_gathers_a_layer() -> None:
             counts = Counter(c.collective for c in mine)
             assert counts == {AG: 6 if regather else 4, RS: 4}
             assert _sum(mine) == (440_401_920 if regather else 352_321_536)
-        kept[regather] = sum(parts.saved_bytes(program.sizes).values())
+        kept[regather] = sum(saved_bytes(parts, program.sizes).values())
     # the inputs of 2 column-parallel regions a layer and of the head: N each gathered, N/t as shards
     n = _activation_bytes("gpt3")
     assert kept[False] - kept[True] == (2 * LAYERS + 1) * (n - n // t)

@@ -1,4 +1,4 @@
-"""Covers: capture/checks.py, passes/canonicalize/names.py (numbers read for a check go): checks of data stay out of
+"""Covers: capture/messages.py, passes/canonicalize/names.py (numbers read for a check go): checks of data stay out of
 the graph."""
 
 from __future__ import annotations

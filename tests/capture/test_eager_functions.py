@@ -1,4 +1,4 @@
-"""Covers: capture/eager_functions.py, capture/real_values.py. Functions that need the values of integers are nodes."""
+"""Covers: capture/eager_parts.py, capture/eager_parts.py. Functions that need the values of integers are nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: megafx/capture/, ir/call_spec.py, ir/interpret.py. Own models; Hugging Face's are in capture/test_hf_inputs.py."""
+"""Covers: megafx/capture/, ir/call_spec.py. Own models; Hugging Face's are in capture/test_hf_inputs.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import D, Lambda, _x
+from interpret import run_program
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -19,7 +20,6 @@ from megafx.capture import export
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError, UsageError
 from megafx.ir.dump import text
-from megafx.ir.interpret import run_program
 from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Phase
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 

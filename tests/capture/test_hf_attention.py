@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from interpret import run_program
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.ir.interpret import run_program
 from megafx.ir.nodes import draw_of, is_draw
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks

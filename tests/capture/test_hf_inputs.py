@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from interpret import run_program
 
 from megafx.capture.caches import Updated
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
 from megafx.errors import CaptureError
-from megafx.ir.interpret import run_program
 from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program

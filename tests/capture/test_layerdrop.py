@@ -1,4 +1,4 @@
-"""Covers: capture/layerdrop.py. Layers dropped at random in training are dropped in one graph, by the seed of the step."""
+"""Covers: capture/draws.py. Layers dropped at random in training are dropped in one graph, by the seed of the step."""
 
 from __future__ import annotations
 

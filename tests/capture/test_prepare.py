@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import megafx
 from megafx.capture import prepare
 from megafx.capture.conversions import MATH
+from megafx.capture.draws import LayerDraws, unrepeatable
 from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
-from megafx.capture.layerdrop import LayerDraws
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import Reads
-from megafx.capture.unrepeatable import unrepeatable
 from megafx.ops.eager_probes import LeftEager
 
 

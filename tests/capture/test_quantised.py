@@ -1,4 +1,4 @@
-"""Covers: capture/quantised.py, and embeddings whose options a graph cannot have (passes/canonicalize/inplace.py)."""
+"""Covers: capture/errors.py, and embeddings whose options a graph cannot have (passes/canonicalize/inplace.py)."""
 
 from collections.abc import Callable
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from interpret import run_program
 from torch import nn
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.ir.interpret import run_program
 
 Head = Callable[[torch.Tensor], Any]
 

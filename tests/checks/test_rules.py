@@ -103,8 +103,7 @@ def test_a_bias_that_every_rank_adds_is_wrong():
 def test_what_is_right_forward_only_is_wrong():
     """A whole operand that enters a shard's row as I: the result is right, its gradient is partial, not complete."""
     from megafx.checks.rule_samples import samples_of
-    from megafx.checks.rule_trials import Trial
-    from megafx.checks.rules import text
+    from megafx.checks.rules import Trial, text
     from megafx.placements.types import I, Layout, R, S
 
     trial = Trial(samples_of("aten.mm.default")[0], None, 2)

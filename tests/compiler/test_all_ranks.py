@@ -15,8 +15,8 @@ from megafx.compiler import stages
 from megafx.compiler.all_ranks import _Meeting, run_ranks
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program
+from megafx.equivalence import input_values
 from megafx.errors import PlacementError
-from megafx.ir.interpret import input_values
 from megafx.ir.program import Program
 from megafx.ops.axes import Mesh
 from megafx.passes.lower.reuse_buffers import reuse_buffers

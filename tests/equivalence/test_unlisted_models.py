@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from interpret import run_program
 from torch import nn
 from torch.nn import functional as F
 
 import megafx
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
-from megafx.ir.interpret import run_program
 from megafx.ir.program import VAL
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.canonicalize.canonicalize import canonicalize_program

@@ -127,10 +127,10 @@ def test_names_of_modules() -> None:
 
 
 def test_profiles(tmp_path: Path) -> None:
-    with refused("no hardware profile") as near:
+    with refused("no <kind> profile") as near:
         Hardware.load("h100-nvlnk")
     Hardware.load(near[0].fix.split("'")[1])
-    with refused("no such hardware profile") as error:
+    with refused("no such <kind> profile") as error:
         Hardware.load(tmp_path / "none.yaml")
     Hardware.load(words(error[0])[0])
     known = yaml.safe_load((Path(megafx.__file__).parent / "planner/hardware/h200-nvlink.yaml").read_text())
@@ -147,7 +147,7 @@ def test_profiles(tmp_path: Path) -> None:
             Hardware.load(file)
     file.write_text(yaml.safe_dump(known | {"memory_bytes_per_second": 4.0e12, "source": "measured by me"}))
     plan_of(two(hardware=str(file)))
-    with refused("no fusion profile") as fusion:
+    with refused("no <kind> profile") as fusion:
         FusionProfile.load("h100")
     FusionProfile.load(fusion[0].fix.split("profiles: ")[1].split(";")[0].split(", ")[0])
 

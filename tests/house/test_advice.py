@@ -107,7 +107,6 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "activation_memory_budget=<activation_memory_budget>",
         "<name>=<text> is out of range",
         "<where> <what>",
-        "no such fusion profile: <path>",
         "<target> selects by data, and what follows needs",
         "<what><more>: quantised layers cannot enter a gr",
         "a Python loop runs over a tensor whose length th",

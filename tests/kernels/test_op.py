@@ -15,14 +15,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.checks.rule_trials import make_tensor
+from megafx.checks.rules import make_tensor
 from megafx.ir.facts import SampleTensor, declared
+from megafx.ir.nodes import changed_copy
 from megafx.kernels.common import op as module
 from megafx.kernels.common.op import define_gradient, define_op, direct, launch, new_like
 from megafx.kernels.common.recording import Launch, Recording
 from megafx.kernels.common.replay import Replay
 from megafx.ops.axes import AxisContext, on_mesh
-from megafx.passes.lower.call_directly import FUNCTIONS, METHODS, with_direct_calls
+from megafx.passes.lower.call_directly import FUNCTIONS, METHODS, call_node_directly
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -326,7 +327,7 @@ def test_graphs_call_without_the_dispatcher_numbers_as_the_schema_has_them() -> 
         (y, graph.call_function(torch.ops.megafx.rms_norm_forward.default, (x, w, graph.placeholder("e"), 0.0)))
     )
     gm = fx.GraphModule({}, graph)
-    called = with_direct_calls(gm)[0]
+    called = changed_copy(gm, call_node_directly)[0]
     nodes = {n.name: n for n in called.graph.nodes if n.op == "call_function"}
     norm, other = nodes["rms_norm_forward_default"], nodes["rms_norm_forward_default_1"]
     assert norm.target is direct(torch.ops.megafx.rms_norm_forward.default) and norm.kwargs == {}
@@ -347,7 +348,7 @@ def test_bindings_are_the_same_operators() -> None:
 
     for mode, (b, n) in (("real", (2, 3)), ("symbolic", (2, 5))):
         gm = make_fx(function, tracing_mode=mode)(torch.randn(2, 3, 4), torch.randn(6, 4))
-        called = with_direct_calls(gm)[0]
+        called = changed_copy(gm, call_node_directly)[0]
         before, after = ({n.target for n in g.graph.nodes} for g in (gm, called))
         assert before >= torchs and not after & torchs
         x, w = torch.randn(b, n, 4), torch.randn(6, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megafx.planner.search import search
+from megafx.planner.solver import search
 
 
 def milp_optimum(

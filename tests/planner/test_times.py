@@ -1,4 +1,4 @@
-"""Covers: planner/times.py, and the fields of `Hardware` that price schedules."""
+"""Covers: planner/cost.py, and the fields of `Hardware` that price schedules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from megafx.errors import ConfigError
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL
+from megafx.planner.cost import attention_seconds, library_seconds, product_rate, product_seconds, sum_seconds
 from megafx.planner.hardware import Hardware
-from megafx.planner.times import attention_seconds, library_seconds, product_rate, product_seconds, sum_seconds
 
 HW = Hardware("test", {"bfloat16": 100.0, "float32": 10.0}, 50.0, 5.0, 2.0, "made up")
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from lowered import saved_bytes
 
 import megafx
 from megafx.analysis.communication import communication
@@ -33,7 +34,7 @@ from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
 from megafx.planner.timeline import SEND
 from megafx.report.curve import curve
-from megafx.report.model_explorer import graph_collection
+from megafx.report.exports import graph_collection
 from megafx.report.page import data_of, page
 from megafx.report.report import Measured, Report
 from megafx.runtime.compile_call import Settled, settle
@@ -132,7 +133,7 @@ def test_what_backward_keeps_is_at_most_what_is_said(sequence_parallel: bool) ->
     compiled = compile_program(program, Planner(planner.config, 2, planner.hardware, wants_grad=lambda spec: True))
     parts = compiled.for_rank(None)
     assert parts.partition is not None
-    saved = sum(parts.partition.saved_bytes(parts.sizes).values())
+    saved = sum(saved_bytes(parts.partition, parts.sizes).values())
     report = megafx.explain(plan)
     picture = report.picture
     told = sum(picture.regions[n.region].times * n.kept for n in picture.nodes)

@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from megafx.checks.rule_samples import samples_of
-from megafx.checks.rule_trials import Row, Trial, _map
-from megafx.checks.rules import text
+from megafx.checks.rules import Row, Trial, _map, text
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS

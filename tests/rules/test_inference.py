@@ -7,8 +7,7 @@ import torch
 from torch import fx
 
 from megafx.checks.rule_samples import SAMPLES, samples_of
-from megafx.checks.rule_trials import Trial
-from megafx.checks.rules import text
+from megafx.checks.rules import Trial, text
 from megafx.errors import PlacementError
 from megafx.ir.facts import SampleTensor, declared
 from megafx.ir.program import PLACEMENT, VAL

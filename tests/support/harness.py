@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import zoo
+from interpret import bind_inputs
 from torch import fx, nn
 
 from megafx.capture.export import capture_call
@@ -21,7 +22,7 @@ from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
-from megafx.ir.interpret import bind_inputs, input_values
+from megafx.equivalence import input_values
 from megafx.ir.program import VAL, Program, recompute_val
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.recompute.choose_kept import choose_kept

@@ -9,6 +9,7 @@ from typing import Any
 from megafx.compiler.executable import Context, Executable
 from megafx.config import Config
 from megafx.ir.program import Partition, Program
+from megafx.ir.sizes import Sizes
 from megafx.ops.axes import AxisContext
 from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.lower.bind_mesh import bind_mesh
@@ -35,6 +36,15 @@ def parts_of(program: Program) -> Partition:
     regather(program, planner)
     assert program.partition is not None
     return program.partition
+
+
+def saved_bytes(parts: Partition, sizes: Sizes) -> dict[str, int]:
+    """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
+    total: dict[str, int] = {}
+    for s in parts.saved:
+        if s.numel:
+            total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
+    return total
 
 
 def executable_of(program: Program, context: Context = contextlib.nullcontext, **config: Any) -> Executable:

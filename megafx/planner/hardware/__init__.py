@@ -17,10 +17,33 @@ import yaml
 from megafx.errors import ConfigError
 
 PROFILES = Path(__file__).parent
+COMMAND = "megafx profile-hardware mine.yaml"
 FLOAT8 = "float8"  # dtype name of e4m3 and e5m2
 FP8_GAIN = (
     1.8  # of products of FP8 over bfloat16's; measured: H100, Llama-8B's shapes, 1.6 to 1.9 (RESULTS.md), 2026-11-26
 )
+
+
+def read_profile(
+    kind: str, name_or_path: str | Path, folder: Path, names: Sequence[str], writer: str
+) -> tuple[Any, str]:
+    """(data, name of the file) of a profile that comes with megafx (names: of those in `folder`), or of a YAML file.
+
+    writer: the command that writes such a file. Raises ConfigError."""
+    path, shipped = Path(name_or_path), ", ".join(names) or "none"
+    if str(name_or_path) in names:
+        path = folder / f"{name_or_path}.yaml"
+    elif path.suffix not in (".yaml", ".yml"):
+        near = difflib.get_close_matches(str(name_or_path), names, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        fix = f"{hint}profiles: {shipped}; or give the path of a .yaml file that '{writer}' wrote"
+        raise ConfigError(f"no {kind} profile '{name_or_path}'", fix=fix)
+    if not path.is_file():
+        raise ConfigError(f"no such {kind} profile: {path}", fix=f"profiles: {shipped}; '{writer}' makes one")
+    try:
+        return yaml.safe_load(path.read_text()), path.name
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,7 @@ class Hardware:
     gpus_per_host            ranks that the link connects; more are connected by the network
     network_bytes_per_second  bytes that one GPU sends to other hosts in a second; None: not known
 
-    The rest prices schedules (planner/times.py, planner/timeline.py); a profile may omit it.
+    The rest prices schedules (planner/cost.py, planner/timeline.py); a profile may omit it.
 
     launch_seconds           time of the host to launch one op
     kernel_seconds           fixed time of a kernel
@@ -123,21 +146,7 @@ class Hardware:
     @staticmethod
     def load(name_or_path: str | Path) -> Hardware:
         """A profile by name ('h200-nvlink') or the path of a YAML file with the same fields."""
-        path = Path(name_or_path)
-        if str(name_or_path) in Hardware.names():
-            path = PROFILES / f"{name_or_path}.yaml"
-        elif path.suffix not in (".yaml", ".yml"):
-            near = difflib.get_close_matches(str(name_or_path), Hardware.names(), n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            fix = f"{hint}profiles: {', '.join(Hardware.names())}; or give the path of a .yaml file"
-            raise ConfigError(f"no hardware profile '{name_or_path}'", fix=fix)
-        if not path.is_file():
-            raise ConfigError(f"no such hardware profile: {path}", fix=f"profiles: {', '.join(Hardware.names())}")
-        try:
-            data = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {error}") from None
-        return Hardware.from_dict(data, path.name)
+        return Hardware.from_dict(*read_profile("hardware", name_or_path, PROFILES, Hardware.names(), COMMAND))
 
     @staticmethod
     def from_dict(data: Any, where: str = "the profile") -> Hardware:

@@ -31,8 +31,8 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import I, Layout, Placement, R, S
+from megafx.planner.cost import product_rate
 from megafx.planner.hardware import FLOAT8, FP8_GAIN, Hardware
-from megafx.planner.times import product_rate
 from megafx.testing import make_planner
 
 aten, mfx = torch.ops.aten, torch.ops.megafx

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import Function, _counting, ids_of, x_of
+from interpret import run_program
 from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.ir.dump import text
-from megafx.ir.interpret import run_program
 from megafx.ir.program import VAL, Phase, Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import Function, ids_of, x_of
+from interpret import run_program
 
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
-from megafx.ir.interpret import run_program
 from megafx.ir.nodes import set_arguments
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
-from lowered import parts_of
+from lowered import parts_of, saved_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -232,7 +232,7 @@ def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
         parts = parts_of(program)
         assert parts.backward is not None
         gathers = sum("all_gather" in str(n.target) for gm in (parts.forward, parts.backward) for n in gm.graph.nodes)
-        found[regather] = gathers, sum(parts.saved_bytes(program.sizes).values())
+        found[regather] = gathers, sum(saved_bytes(parts, program.sizes).values())
         # the gathered input of a column-parallel linear is gathered while the product before it runs
         nodes = list(parts.backward.graph.nodes)
         regathers = [n for n in nodes if is_start(n) and n.meta.get(PHASE) != "backward"]

@@ -15,6 +15,7 @@ import megafx.kernels.activation.activation
 import megafx.kernels.fp8.scaled_mm
 import megafx.kernels.norm.add_norm
 from megafx.config import Config
+from megafx.ir.program import Program
 from megafx.kernels.fp8.largest import giving_largest
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.lower import fuse_maxima as under_test
@@ -134,14 +135,17 @@ class Gated(torch.nn.Module):
 def test_a_model(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, gated units and the gradients of both leave their largest; numbers are those of one rank. 7 tokens a row."""
     made: Counter[str] = Counter()
-    fused = under_test._fused
+    plain = under_test.change_parts
 
-    def counted(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-        found, changes = fused(gm)
-        made.update(c for c in calls(found) if "_largest" in c)
-        return found, changes
+    def counted(program: Program, *changes: Any) -> int:
+        count = plain(program, *changes)
+        assert program.partition is not None
+        for found in (program.partition.forward, program.partition.backward):
+            if found is not None:
+                made.update(c for c in calls(found) if "_largest" in c)
+        return count
 
-    monkeypatch.setattr(under_test, "_fused", counted)
+    monkeypatch.setattr(under_test, "change_parts", counted)
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.layers = torch.nn.ModuleList(Gated() for _ in range(2))

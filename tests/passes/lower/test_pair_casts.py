@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import megafx
 import megafx.kernels.fp8.scaled_mm
 from megafx.config import Config
+from megafx.ir.program import Program
 from megafx.passes.lower import pair_casts as under_test
 from megafx.passes.lower.partition import partition
 from megafx.testing import make_planner
@@ -103,14 +104,17 @@ class Model(nn.Module):
 @pytest.mark.parametrize("t", [1, 3])
 def test_a_model(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[str] = Counter()
-    paired = under_test._paired
+    plain = under_test.change_parts
 
-    def counted(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-        found, changes = paired(gm)
-        made.update(fp8_calls(found))
-        return found, changes
+    def counted(program: Program, *changes: Any) -> int:
+        count = plain(program, *changes)
+        assert program.partition is not None
+        for found in (program.partition.forward, program.partition.backward):
+            if found is not None:
+                made.update(fp8_calls(found))
+        return count
 
-    monkeypatch.setattr(under_test, "_paired", counted)
+    monkeypatch.setattr(under_test, "change_parts", counted)
     torch.manual_seed(0)
     model = Model()
     options: Any = {

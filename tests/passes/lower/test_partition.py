@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from local_programs import local_program
-from lowered import parts_of
+from lowered import parts_of, saved_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,7 +62,7 @@ def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs() -> None:
     # the input and the output of gelu: not their views, not the transposed weights, not x again
     assert [k for k in saved(parts) if not k.startswith("value")] == ["input v", "input x"]
     assert [n.split()[1] for n in saved(parts) if n.startswith("value")] == ["mm", "gelu"]
-    assert sum(parts.saved_bytes(program.sizes).values()) == 4 * 2 * (2 * 3 * 6)
+    assert sum(saved_bytes(parts, program.sizes).values()) == 4 * 2 * (2 * 3 * 6)
     check(parts, mlp, inputs)
 
 
@@ -73,7 +73,7 @@ def test_saved_bytes_name_the_module() -> None:
         if node.op == "call_function":
             node.meta[FQN] = "act" if "gelu" in str(node.target) else "fc"
     differentiate(program, [0, 1], [0])
-    assert parts_of(program).saved_bytes(program.sizes) == {"fc": 144, "act": 144}
+    assert saved_bytes(parts_of(program), program.sizes) == {"fc": 144, "act": 144}
 
 
 def test_sizes_are_kept_as_integers() -> None:

@@ -10,7 +10,8 @@ import torch
 from local_programs import local_program
 
 from megafx.ir.dump import target_text
-from megafx.passes.lower.write_padded_rows import _written
+from megafx.ir.nodes import changed_copy
+from megafx.passes.lower.write_padded_rows import write_in_padded
 
 ops = torch.ops.megafx
 A, B = torch.randn(5, 4).double(), torch.randn(4, 3).double()
@@ -18,7 +19,7 @@ A, B = torch.randn(5, 4).double(), torch.randn(4, 3).double()
 
 def written(function: Callable[..., Any]) -> tuple[Any, list[str], int]:
     gm = local_program(lambda a, b: (function(a, b),), {"a": A, "b": B}).gm
-    made, changes = _written(gm)
+    made, changes = changed_copy(gm, write_in_padded)
     return made, [target_text(n.target) for n in made.graph.nodes if n.op == "call_function"], changes
 
 

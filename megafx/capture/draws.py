@@ -1,4 +1,6 @@
-"""Layers that a model drops at random in training (`layerdrop`), in one graph.
+"""Random numbers that forward draws, and other things that are not the same at each call.
+
+**Layers that a model drops at random** in training (`layerdrop`), in one graph:
 
     for layer in self.layers:                               # what models write
         if self.training and torch.rand([]) < self.layerdrop:
@@ -8,35 +10,37 @@
 A graph cannot follow the draw. Here the comparison is traced and taken for False; the layer that is called next becomes
 where(draw < p, x, layer(x)). So every call draws anew, from the seed of the step: the same on every rank. A dropped layer is
 computed all the same, and its parameters get gradients of zero where eager leaves none.
+
+**Other generators, iterators, the clock, files, a seed**: a graph would have what they gave at capture. While a model is traced
+they are an error that names the line, but where code that is left eager calls them; variables of the environment are guarded
+(reads.py).
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import os
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megafx.errors import CaptureError
-from megafx.ir.source_lines import current_user_line, is_user_file
+from megafx.capture.code_names import names_of
+from megafx.capture.reads import Reads, is_looked_at, names_layerdrop, not_repeatable
+from megafx.errors import CaptureError, or_leave_eager
+from megafx.ir.source_lines import current_user_line, is_user_file, line_of
+from megafx.ops.eager_call import in_eager_code
 
 _NAME = "layerdrop"
 _BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt, torch.Tensor.__le__, torch.Tensor.le, torch.le)
-
-
-def names_of(module: nn.Module) -> set[str]:
-    """Names that a module's forward reads, through its decorators."""
-    found: set[str] = set()
-    function: Any = type(module).forward
-    while function is not None:
-        found.update(getattr(getattr(function, "__code__", None), "co_names", ()))
-        function = getattr(function, "__wrapped__", None)
-    return found
 
 
 def draws_in_torch(module: nn.Module) -> bool:
@@ -128,3 +132,85 @@ def following(draws: LayerDraws | None) -> Iterator[None]:
         yield
         if draws is not None:
             draws.check()
+
+
+# -- what gives something else at each call
+
+
+_CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+_SEEDS_OF_CUDA = ("manual_seed", "manual_seed_all", "set_rng_state")
+
+
+def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
+    """(owner, name, its replacement in a trace, why) of functions that give something else at each call."""
+    table: list[tuple[Any, str, Callable[[Any], Any], str]] = [
+        (type(os.environ), "__getitem__", reads.environment, "a graph is for what variables of the environment hold")
+    ]
+    why = "a graph would have the same number at every call"
+    for module, shown in ((random, "Python's `random`"), (np.random, "numpy")):
+        for name in dir(module):
+            function = vars(module).get(name)
+            if isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState)) and not any(
+                word in name for word in ("state", "seed")
+            ):
+                table.append((module, name, _refusing(reads, f"a random number of {shown}"), why))
+    why = "a graph draws from the seed of its step"
+    for owner, names in ((torch, _SEEDS), (torch.random, _SEEDS), (torch.cuda, _SEEDS_OF_CUDA)):
+        table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
+    table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
+    table.append((builtins, "next", _noting(reads), "an iterator that is kept goes on at each call"))
+    table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
+    return table
+
+
+def _noting(reads: Reads) -> Callable[[Any], Any]:
+    """Of `next`: which iterators go on."""
+
+    def of(old: Any) -> Any:
+        def noting(*args: Any) -> Any:
+            if reads.on and args:
+                reads.advanced.add(id(args[0]))
+            return old(*args)
+
+        return noting
+
+    return of
+
+
+def _refusing_seeds(reads: Reads, name: str) -> Callable[[Any], Any]:
+    def of(old: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+            line = line_of(frame, walk=False)
+            if not reads.on or in_eager_code() or line is None or not is_looked_at(line.file):
+                return old(*args, **kwargs)
+            module = reads.names.get(id(frame.f_locals.get("self")))
+            fix = "draw the numbers before the call, and give them to forward or keep them in a buffer"
+            raise CaptureError(
+                f"forward sets the state of torch's generator ({name}): a graph draws from the seed of its step, and would "
+                "have other numbers at each call",
+                module=module,
+                source=line,
+                fix=or_leave_eager(fix, module),
+            )
+
+        return refusing
+
+    return of
+
+
+def _refusing(reads: Reads, what: str) -> Callable[[Any], Any]:
+    def of(old: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+            line = line_of(frame, walk=False)
+            owner = frame.f_locals.get("self")
+            drops = isinstance(owner, nn.Module) and names_layerdrop(owner)
+            if not reads.on or line is None or not is_looked_at(line.file) or drops:
+                return old(*args, **kwargs)
+            raise not_repeatable(what, line)
+
+        return refusing
+
+    return of

@@ -8,38 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from megafx.equivalence import input_values
 from megafx.errors import UsageError
 from megafx.ir.program import Program
-
-
-def input_values(
-    program: Program,
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_inputs: Mapping[str, Any] | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Values of the inputs by name for a call of `model` (any model with the same FQNs, e.g. an fp64 copy); no tangents."""
-    if program.call is None:
-        raise UsageError("this program was not made by capture, so its inputs have no names in a call")
-    state: dict[str, torch.Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    user = iter(program.call.flatten(args, kwargs, loss_inputs))
-    values: dict[str, Any] = {}
-    for spec in program.inputs:
-        if spec.kind in ("param", "buffer"):
-            values[spec.name] = state[spec.name]
-        elif spec.kind == "constant":
-            values[spec.name] = program.constants[spec.name]
-        elif spec.kind == "user":
-            values[spec.name] = next(user)
-        elif spec.kind == "seed":
-            values[spec.name] = torch.tensor(seed, dtype=torch.int64)
-    return values
 
 
 def bind_inputs(program: Program, *call: Any, **options: Any) -> list[Any]:
