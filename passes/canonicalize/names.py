@@ -31,7 +31,7 @@ _NUMBERS = aten_ops("item _local_scalar_dense sym_storage_offset")  # read from 
 def erase_asserts(editor: Editor) -> int:
     """Checks of metadata hold by construction once the graph is typed; sizes are checked when a call is bound to a graph.
 
-    With them go Python numbers that nothing else uses: values that were read for a check (capture/checks.py).
+    With them go Python numbers that nothing else uses: values that were read for a check (capture/messages.py).
     """
     read: set[fx.Node] = set()  # numbers read from tensors, and those that are computed of such alone
     for node in editor.graph.nodes:

@@ -1,4 +1,4 @@
-"""Covers: runtime/program_cache.py, cache_key.py, dependencies.py, cache_files.py, fingerprint.py, stored_state.py."""
+"""Covers: runtime/program_cache.py, cache_key.py, cache_files.py, fingerprint.py, stored_state.py."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ from torch import nn
 
 import megafx
 from megafx.ir.stored import Unstorable
-from megafx.runtime import cache_files, cache_key, dependencies
+from megafx.runtime import cache_files, cache_key
 from megafx.runtime.fingerprint import Fingerprint
 
 SOURCE = """
@@ -51,7 +51,7 @@ def nothing_of_other_tests(monkeypatch):
     ours = [p for p in cache_key.registered_patterns() if p.__module__.startswith("megafx.")]
     monkeypatch.setattr(cache_key, "registered", lambda: [])
     monkeypatch.setattr(cache_key, "registered_patterns", lambda: ours)
-    monkeypatch.setattr(dependencies, "_is_users", lambda path: path.endswith("users_net.py"))
+    monkeypatch.setattr(cache_key, "_is_users", lambda path: path.endswith("users_net.py"))
 
 
 class Project:
