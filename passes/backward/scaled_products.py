@@ -12,9 +12,10 @@ After:   %a = transition(fp8_amax(%s), M -> R)                       # the large
 Legal because: the user asked for the rounding. It is the same at every degree: scales are maxima, whose order does not matter,
 a cast is elementwise, so that a gather of casts is the cast of a gather, and what is summed is as wide as without FP8.
 
-Each value is cast once for each way of scaling, whoever reads it. Weights, and outputs of activations that backward makes
-again, are cast once in forward and once in backward: a copy that is kept would take a byte of each element. 'tensorwise': one
-scale a matrix. 'rowwise': one for each row along the summed dim, so that products read each operand with two sets of scales.
+Each value is cast once for each way of scaling, whoever reads it. Weights, outputs of activations that backward makes again,
+and values that backward reads as they are too, are cast once in forward and once in backward: a copy that is kept would take a
+byte of each element. 'tensorwise': one scale a matrix. 'rowwise': one for each row along the summed dim, so that products read
+each operand with two sets of scales.
 Left as they are, with a note: what is outside of layers (embedding, head), the first and last layers by option, routers (whose
 result decides), and products whose gradient is partial, which cannot be cast before it is summed. Megatron's options:
 `fp8`, `fp8_recipe`, `fp8_wgrad`, `first_last_layers_bf16`.
@@ -34,8 +35,8 @@ from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import declared
-from megafx.ir.nodes import RESHAPES, behind, in_backward, op_name
-from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of
+from megafx.ir.nodes import RESHAPES, SHAPED, behind, in_backward, op_name, shows_operand, storage_of
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of, tensors_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
@@ -125,6 +126,9 @@ class _Scaler:
         self.largest: dict[Any, fx.Node] = {}
         self.casts: dict[Any, _Cast] = {}
         self.found: list[_Linear] = []
+        self.late: dict[
+            fx.Node, list[fx.Node]
+        ] = {}  # forward values that backward casts, and the products for which it does
         self.seen: dict[fx.Node, Placement] = {}
         nodes = program.input_nodes()
         self.params = {node: spec.name for node, spec in nodes if spec.kind == "param"}
@@ -221,12 +225,23 @@ class _Scaler:
         self.read["plain"] |= {linear.x, *map(_left, linear.dgrads)}
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
             self.read["turned"].add(_left(_left(wgrad)))
-            if not self._made_again(linear.x):
+            if self._is_there(linear.x):
+                self.late.setdefault(linear.x, []).append(wgrad)
+            else:
                 self.read["turned"].add(linear.x)
 
-    def _made_again(self, x: fx.Node) -> bool:
-        """True if backward recomputes the value (`recompute_activations`), so that a cast that is kept would cost memory."""
-        return self.config.recompute_activation_func and str(behind(x, RESHAPES).target) in self.again
+    def _is_there(self, x: fx.Node) -> bool:
+        """True if backward recomputes the value (`recompute_activations`), or reads it in its own dtype too (attention's
+        output): a cast that is kept would cost memory."""
+        if self.config.recompute_activation_func and str(behind(x, RESHAPES).target) in self.again:
+            return True
+        scaled = {n for linear in self.found if not linear.kept for n in linear.wgrads}
+        views, readers = [storage_of(x)], set[fx.Node]()
+        for view in views:
+            later = {n for n in view.users if in_backward(n)}
+            views += [n for n in view.users if n not in later and shows_operand(n)]
+            readers |= {n for n in later if n.target not in SHAPED and tensors_of(n)}
+        return x.target is not TRANSITION and bool(readers - scaled)
 
     def cast_here(self, value: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
         """A forward value in FP8 for one product, in front of it: transposed in backward, which then keeps nothing for it."""
@@ -337,10 +352,9 @@ class _Scaler:
             dgrad.replace_all_uses_with(self._product(dgrad, dy.q, self.turned(w, dgrad), dy, w))
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
             dy = self.cast(_left(_left(wgrad)), dy_held, over_columns, self.gradients, wgrad)
-            again = self._made_again(linear.x)
             x = (
-                self.cast_here(linear.x, x_held, over_columns, wgrad)
-                if again
+                self.cast_here(linear.x, x_held, over_columns, min(self.late[linear.x]))
+                if linear.x in self.late
                 else self.cast(linear.x, x_held, over_columns, "e4m3", product)
             )
             made = self._product(wgrad, self.turned(dy, wgrad), self.turned(x, wgrad), dy, x)

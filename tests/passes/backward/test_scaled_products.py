@@ -289,6 +289,17 @@ def test_no_more_is_kept_for_backward_than_without(recipe: str) -> None:
     assert saved[1] <= saved[0]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_what_backward_reads_as_it_is_is_not_kept_in_fp8_too(recipe: str) -> None:
+    """Attention's output, which its gradient reads: it is cast again for the gradient of the weight behind it."""
+    config = Config(hardware="h100-nvlink", fp8_recipe=recipe, **EVERY)
+    model = megafx.parallelize(Model(64, 2).bfloat16(), config, example_inputs=batch(64))
+    model(*batch(64)).backward()
+    saved = [s for s in model.megafx.settled.last.executable().parts.saved if s.kind == "value"]
+    casts = [s.fqn for s in saved if s.itemsize == 1]
+    assert casts and not [fqn for fqn in casts if fqn.endswith(".o")], casts
+
+
 def test_products_are_priced_by_the_rate_of_fp8() -> None:
     program, _, _ = linear(1)
     hardware = replace(Hardware.load("h100-nvlink"), memory_bytes_per_second=1e30, kernel_seconds=0.0)
