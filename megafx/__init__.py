@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megafx.api import (
         diff,
         explain,
+        fp8_health,
         parallelize,
         plan,
         predict_memory,
@@ -49,6 +50,7 @@ __all__ = [
     "debug",
     "diff",
     "explain",
+    "fp8_health",
     "full_gradients",
     "full_state_dict",
     "initialize",
@@ -73,7 +75,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "api": "diff explain parallelize plan predict_memory profile replay sabotage search verify",
+    "api": "diff explain fp8_health parallelize plan predict_memory profile replay sabotage search verify",
     "checkpoint.checkpoint": "LoadedCheckpoint latest_checkpoint load_checkpoint save_checkpoint",
     "config": "Config",
     "debugging": "debug",

@@ -35,6 +35,8 @@ from megafx.progress import stage
 from megafx.replaying import Replayed, replay_call
 from megafx.report.page import side_by_side
 from megafx.report.report import Report, differences, read_report
+from megafx.runtime.fp8_health import Fp8Health
+from megafx.runtime.fp8_health import measure as fp8_health_of
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
@@ -185,6 +187,22 @@ def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
 
     profile_steps(step, steps, report)
     return report
+
+
+@stage("fp8_health")
+def fp8_health(model: nn.Module, batch: Any) -> Fp8Health:
+    """How the values of one call fit into FP8: of each cast the largest magnitude, the share that becomes 0, and the share at
+    the largest number of the format, over all ranks. str() is a table, `.casts` its rows.
+
+    Collective over the ranks of a parallelized model. batch: a call, in the forms of example_inputs. It runs forward and
+    backward op by op, and leaves parameters, gradients, buffers and generators as they were. Raises UsageError for a model that
+    is not parallelized.
+    """
+    explain(model)
+    args, kwargs = inputs_of(model, batch)
+    runtime: Any = model.megafx
+    with torch.enable_grad():
+        return fp8_health_of(runtime, runtime._call_of(args, kwargs))
 
 
 @stage("verify")

@@ -167,7 +167,7 @@ class Executable:
             self._backward, self._last_backward = compiled_graph(parts.backward), compiled_graph(parts.last_backward)
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
-        self._joins = [
+        self.joins = [
             Gathered(indices, *parts.gathered[k], kept_gathers) if k in parts.gathered else JoinedParameters(indices)
             for k, indices in enumerate(parts.joins)
         ]
@@ -209,7 +209,7 @@ class Executable:
         if self.graphs is not None and (lazy := self._lazy()) is not None:
             lazy.own()  # a replay would overwrite what it is made of
         with self._first("forward"), self._running():
-            inputs += [join(inputs) for join in self._joins]
+            inputs += [join(inputs) for join in self.joins]
             inputs += [] if self._cast_weights is None else self._cast_weights(inputs)
             results = self._forward(*inputs)
         outputs = list(results[: self.outputs])

@@ -19,6 +19,12 @@ def every_write_to_a_weight_is_noticed_on_ranks() -> str:
     recipe = "rowwise" if t == 2 else "tensorwise"
     model = megafx.parallelize(Model(50, 1).double(), config(fp8_recipe=recipe, **EVERY))
     assert unnoticed(model, batch(7), model.layers[0].up.weight) == []
+    health = megafx.fp8_health(model, batch(7))
+    texts: list[str] = [""] * t
+    dist.all_gather_object(texts, str(health))
+    assert len(set(texts)) == 1, texts
+    largest = {c.largest for c in health.casts if (c.module, c.operand) == ("layers.0.up", "weight")}
+    assert largest == {float(model.layers[0].up.weight.full_tensor().abs().max())}
     return f"{model.megafx.settled.casts.made} casts"
 
 

@@ -1,0 +1,149 @@
+"""How the values of one call fit into FP8: `megafx.fp8_health`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from megafx.ir.call_spec import no_autocast
+from megafx.ir.program import Program, ancestors, fqn_of
+from megafx.kernels.fp8.quantize import FORMATS, TOP, quantize, quantize_both
+from megafx.ops.tapes import running
+from megafx.passes.experts.drop_expert_values import drop_expert_values
+from megafx.passes.lower.bind_mesh import bind_mesh
+from megafx.passes.lower.partition import partition
+from megafx.runtime.keys import Call
+
+
+@dataclass(frozen=True)
+class CastHealth:
+    """One cast of a call, over all ranks.
+
+    module: of the product that reads it. operand: 'input', 'weight' or 'gradient' (of the output). scales: 'one', 'rows' or
+    'columns'. largest: the largest magnitude. zero, saturated: shares of the elements that are not 0 which become 0, and which
+    become the largest number of the format.
+    """
+
+    module: str
+    operand: str
+    format: str
+    scales: str
+    largest: float
+    zero: float
+    saturated: float
+
+
+@dataclass(frozen=True)
+class Fp8Health:
+    """Of each value that one call casts to FP8, in the order of the casts. str() is a table."""
+
+    casts: tuple[CastHealth, ...]
+
+    def __str__(self) -> str:
+        if not self.casts:
+            return "no product of this call runs in FP8"
+        titles = ("module", "operand", "format", "scales", "largest", "become 0", "at the top")
+        rows = [titles]
+        for c in self.casts:
+            numbers = f"{c.largest:.4g}", f"{c.zero:.3%}", f"{c.saturated:.4%}"
+            rows.append((c.module, c.operand, c.format, c.scales, *numbers))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def measure(runtime: Any, call: Call) -> Fp8Health:
+    """runtime: the `Runtime` of a model. Runs the graph of the call, and its backward, op by op; nothing else changes."""
+    graph = runtime._graph(call)
+    program: Program = graph.compiled.program.copy()
+    operands = _operands(program)
+    for step in (drop_expert_values, bind_mesh, partition):
+        step(program, runtime.settled.last.planner)
+    found: dict[tuple[str, ...], Tensor] = {}
+    device = runtime.state.device
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        for context in (torch.no_grad(), no_autocast(), graph.executable.context()):
+            stack.enter_context(context)
+        if graph.tapes:
+            stack.enter_context(running(graph.running()))
+        _run(graph, program, call, operands, found)
+    rows = [row for row in found.values()]
+    if rows and runtime.everyone is not None:
+        counts, largest = torch.stack(rows)[:, :3].contiguous(), torch.stack(rows)[:, 3].contiguous()
+        dist.all_reduce(counts, group=runtime.everyone)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=runtime.everyone)
+        rows = [*torch.cat([counts, largest[:, None]], 1)]
+    return Fp8Health(tuple(_health(key, row) for key, row in zip(found, rows, strict=True)))
+
+
+def _operands(program: Program) -> dict[str, str]:
+    """Name of each cast -> what it is of."""
+    kinds = {node: spec.kind for node, spec in program.input_nodes()}
+    found = {}
+    for node in program.graph.nodes:
+        if node.target in (quantize, quantize_both):
+            read = {kinds[n] for n in ancestors([node.args[0]]) if n in kinds}
+            found[node.name] = "weight" if read == {"param"} else "gradient" if "tangent" in read else "input"
+    return found
+
+
+def _run(
+    graph: Any, program: Program, call: Call, operands: dict[str, str], found: dict[tuple[str, ...], Tensor]
+) -> None:
+    parts, executable = program.partition, graph.executable
+    assert parts is not None
+    inputs, _ = graph._inputs(replace(call, state=graph.state_inputs()))
+    inputs = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
+    inputs += [join(inputs) for join in executable.joins]
+    results = _Watched(parts.forward, operands, found).run(*inputs)
+    if parts.backward is None or graph.tapes:
+        return
+    outputs = results[: executable.outputs]
+    values = [s for s in parts.saved if s.kind != "input"]
+    kept = [inputs[s.index] for s in parts.saved if s.kind == "input"]
+    kept += results[executable.outputs :][: len(values)]
+    losses = {*graph.losses}
+    tangents = [(torch.ones_like if i in losses else torch.zeros_like)(outputs[i]) for i in executable.differentiated]
+    _Watched(parts.backward, operands, found).run(*kept, *tangents)
+
+
+class _Watched(fx.Interpreter):
+    """Runs a graph, and counts what its casts do: (elements that are not 0, those that become 0, at the top; largest)."""
+
+    def __init__(self, gm: fx.GraphModule, operands: dict[str, str], found: dict[tuple[str, ...], Tensor]) -> None:
+        super().__init__(gm)
+        self.operands, self.found = operands, found
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.target in (quantize, quantize_both):
+            args: Sequence[Any] = self.fetch_args_kwargs_from_env(n)[0]
+            bytes, format = result[0] if n.target is quantize_both or args[5] else result[1], args[3]
+            kept: tuple[int, ...] = (args[2],) if n.target is quantize else (0, 1)
+            for i, each in enumerate(kept):
+                scales = ("one", "rows", "columns")[each + 1]
+                key = fqn_of(n), self.operands[n.name], format, scales
+                if key not in self.found:
+                    self.found[key] = _counts(args[0], bytes if i == 0 else result[1], args[1 + i], format)
+        return result
+
+
+def _counts(x: Tensor, bytes: Tensor, largest: Tensor, format: str) -> Tensor:
+    magnitude = bytes & 0x7F
+    top = torch.tensor(TOP[format], dtype=torch.float32).to(FORMATS[format]).view(torch.uint8).item()
+    there, zero = (x != 0).sum(), (magnitude == 0).sum()
+    became = zero - (x.numel() - there)
+    most = largest.max() if largest.numel() else largest.new_zeros(())
+    return torch.stack([there, became, (magnitude == top).sum(), most]).double()
+
+
+def _health(key: tuple[str, ...], row: Tensor) -> CastHealth:
+    there, zero, top, largest = row.tolist()
+    module, operand, format, scales = key
+    return CastHealth(module, operand, format, scales, largest, zero / max(there, 1), top / max(there, 1))
