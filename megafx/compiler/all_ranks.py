@@ -22,7 +22,7 @@ from torch import fx
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of, shapes_of
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable, LazyOutput
-from megafx.compiler.gathered_parameters import GatheredParameters
+from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.nodes import changed_copy
@@ -211,14 +211,19 @@ class _OneProcess(exchange.Transport):
         self.meeting.meet(self.at, (None, BARRIER, (None,)))
 
 
-class _Gathered(GatheredParameters):
-    """Gathers of parameters that whoever runs the graph makes, among the threads."""
+class _Gathered(KeptValues):
+    """Gathers of parameters that whoever runs the graph makes, among the threads: in each call."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         super().__init__()
         self.meeting, self.rank = meeting, rank
 
-    def __call__(self, shards: Sequence[torch.Tensor], ranks: int, axis: str) -> torch.Tensor:
+    def values(
+        self, key: Any, names: frozenset[str], make: Callable[[], Sequence[torch.Tensor]], stays: bool
+    ) -> list[torch.Tensor]:
+        return [*make()]
+
+    def gather(self, shards: Sequence[torch.Tensor], ranks: int, axis: str) -> torch.Tensor:
         call = (None, torch.ops.megafx.gather_region.default, ([*shards], ranks, axis))
         found: torch.Tensor = self.meeting.meet(self.rank, call)
         return found

@@ -15,8 +15,7 @@ from megafx.analysis.communication import Communication, collective_nodes, commu
 from megafx.analysis.memory import MARGIN, Memory, memory
 from megafx.capture.prepare import alone
 from megafx.compiler.executable import Executable
-from megafx.compiler.gathered_parameters import GatheredParameters
-from megafx.compiler.kept_casts import KeptCasts
+from megafx.compiler.kept_values import KeptValues
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import passes_of, runner_of, since
 from megafx.ir.program import RECOMPUTE, VAL, Program
@@ -82,7 +81,7 @@ class Compiled:
         room = int((1 - MARGIN) * there)
         return predicted.peak <= room, f"{text}, of {bytes_text(room)} that are to be had"
 
-    def executable(self, gathered: GatheredParameters | None = None, casts: KeptCasts | None = None) -> Executable:
+    def executable(self, gathered: KeptValues | None = None, casts: KeptValues | None = None) -> Executable:
         """What this rank runs. gathered, casts: what the graphs of the model have gathered and cast of parameters, and keep."""
         program = self.program.copy()
         made = _executable(program, self.planner, self.runner or runner_of(self.planner, "lowered"), gathered, casts)
@@ -145,8 +144,8 @@ def _executable(
     program: Program,
     planner: Planner,
     runner: Runner,
-    gathered: GatheredParameters | None = None,
-    casts: KeptCasts | None = None,
+    gathered: KeptValues | None = None,
+    casts: KeptValues | None = None,
 ) -> Executable:
     with alone():
         runner.run(program, passes_of(planner, "rank"))

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megafx.compiler.cuda_graphs import CudaGraphs
-from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
-from megafx.compiler.kept_casts import CastWeights, KeptCasts
+from megafx.compiler.kept_values import CastWeights, Gathered, KeptValues
 from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
@@ -141,15 +139,16 @@ class Executable:
     program: PARTITIONED. inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the
     order of `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no
     backward. tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
-    gathered, casts: what the graphs of one model have gathered, and cast. see: to be called with each parameter before forward.
+    gathered, casts: what the graphs of one model have gathered, and cast. gathered_names: parameters at which `gathered` has to
+    look before forward.
     """
 
     def __init__(
         self,
         program: Program,
         context: Context = contextlib.nullcontext,
-        gathered: GatheredParameters | None = None,
-        casts: KeptCasts | None = None,
+        gathered: KeptValues | None = None,
+        casts: KeptValues | None = None,
     ) -> None:
         assert program.partition is not None
         self.parts = parts = program.partition
@@ -157,8 +156,10 @@ class Executable:
         self.outputs = len(names)
         self.differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
         self.context = context
-        kept_gathers = gathered or GatheredParameters()
-        self.see: Callable[[DTensor], None] | None = kept_gathers.see if parts.gathered else None
+        self.gathered = gathered or KeptValues(whole=True)
+        inputs = [i.name for i in program.inputs if i.kind not in ("tangent", "pending")]
+        joined_names = [tuple(inputs[i] for i in indices) for indices in parts.joins]
+        self.gathered_names = frozenset(name for k in parts.gathered for name in joined_names[k])
         self._ran: set[str] = set()
         self._forward: Callable[..., Any] = compiled_graph(parts.forward)
         self._backward: Callable[[list[Any]], Any] | None = None
@@ -168,10 +169,12 @@ class Executable:
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
         self.joins = [
-            Gathered(indices, *parts.gathered[k], kept_gathers) if k in parts.gathered else JoinedParameters(indices)
+            Gathered(indices, joined_names[k], *parts.gathered[k], self.gathered)
+            if k in parts.gathered
+            else JoinedParameters(indices)
             for k, indices in enumerate(parts.joins)
         ]
-        self.casts = casts or KeptCasts()
+        self.casts = casts or KeptValues()
         self._cast_weights: CastWeights | None = None
         if parts.cast_weights is not None:
             read = frozenset(program.inputs[i].name for indices in parts.casts for i in indices)

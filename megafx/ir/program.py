@@ -216,7 +216,7 @@ class Partition:
     what was kept, and is for the last backward of a call. Where outputs are lazy, forward gives None in their places
     (`lazy`). joins: further inputs of forward, after the program's: each joins the inputs with these indices. gathered: index
     of a join that is a `gather_region` of its inputs, not their concatenation -> (ranks, axis). casts: of each cast of weights,
-    the indices of the inputs that it is made of. What they give is kept until a weight changes (compiler/kept_casts.py).
+    the indices of the inputs that it is made of. What they give is kept until a weight changes (compiler/kept_values.py).
     """
 
     forward: fx.GraphModule

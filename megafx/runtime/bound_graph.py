@@ -22,7 +22,7 @@ from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
-from megafx.compiler.kept_casts import KeptCasts
+from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
@@ -52,8 +52,9 @@ class Runs(Protocol):
     """What runs a compiled graph (executable.Executable)."""
 
     read_in_backward: list[tuple[int, Saved]]
-    see: Callable[[DTensor], None] | None
-    casts: KeptCasts
+    gathered: KeptValues
+    gathered_names: frozenset[str]
+    casts: KeptValues
 
     def check(self, kept: Any) -> None: ...
 
@@ -302,7 +303,9 @@ class BoundGraph:
         self, call: Call, again: Mapping[tuple[str, str], Any] = MappingProxyType({})
     ) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor). again: (kind, name) -> what it was."""
-        state, see = self.state, self.executable.see
+        state = self.state
+        if names := self.executable.gathered_names:
+            self.executable.gathered.look({n: p for n in names if (p := state.slots[n].get()) is not None})
         given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs, call.state))
         slots = iter(self.slots)
         inputs: list[Any] = []
@@ -311,8 +314,6 @@ class BoundGraph:
             if spec.kind == "param":
                 slot = next(slots)
                 param = slot.module._parameters[slot.key]
-                if see is not None and isinstance(param, TPTensor):
-                    see(param)
                 stored = param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
                 stored = again.get((spec.kind, spec.name), stored)
                 inputs.append(stored.clone() if len(inputs) in self.copied else stored)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megafx.compiler.compiled import Compiled, Pending
 from megafx.compiler.executable import Executable
-from megafx.compiler.gathered_parameters import GatheredParameters
-from megafx.compiler.kept_casts import KeptCasts
+from megafx.compiler.kept_values import KeptValues
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
@@ -39,8 +38,8 @@ class Settled:
     plan: Plan | None = None
     caches: dict[str, Placement] = field(default_factory=dict)
     last: Compiled | None = None
-    gathered: GatheredParameters = field(default_factory=GatheredParameters)
-    casts: KeptCasts = field(default_factory=KeptCasts)
+    gathered: KeptValues = field(default_factory=functools.partial(KeptValues, whole=True))
+    casts: KeptValues = field(default_factory=KeptValues)
 
 
 def settle(

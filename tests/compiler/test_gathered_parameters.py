@@ -1,4 +1,4 @@
-"""Covers: megafx/compiler/gathered_parameters.py, and what counts as a change of a local tensor
+"""Covers: megafx/compiler/kept_values.py, and what counts as a change of a local tensor
 (megafx/distributed/tensor_dispatch.py)."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafx.compiler import gathered_parameters as gathered
-from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
+from megafx.compiler.kept_values import Gathered, KeptValues
 from megafx.distributed.parameters import replicate_parameters
 from megafx.distributed.tensor import wrap
 
@@ -26,9 +25,18 @@ def model(tmp_path, monkeypatch) -> Iterator[nn.Module]:
 
 
 @pytest.fixture
-def keeper(monkeypatch) -> GatheredParameters:
-    monkeypatch.setattr(gathered, "gather", lambda shards, ranks, axis: torch.cat([s.flatten() for s in shards]))
-    return GatheredParameters()
+def keeper(monkeypatch) -> KeptValues:
+    kept = KeptValues(whole=True)
+    monkeypatch.setattr(kept, "gather", lambda shards, ranks, axis: torch.cat([s.flatten() for s in shards]))
+    return kept
+
+
+def gathered(model: nn.Module, keeper: KeptValues, *names: str) -> torch.Tensor:
+    """These parameters, as a call gets them."""
+    parameters = {name: getattr(model, name) for name in names}
+    keeper.look(parameters)
+    get = Gathered(tuple(range(len(names))), names, 2, "dp_shard", keeper)
+    return get([p._local_tensor for p in parameters.values()])
 
 
 def step(weight: torch.Tensor, **options: bool) -> None:
@@ -59,40 +67,36 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_gathered_is_kept_until_a_shard_changes(model, keeper, change):
-    weight, bias = model.weight, model.bias
-    get = Gathered((0, 1), 2, "dp_shard", keeper)
+    weight = model.weight
 
     def now() -> torch.Tensor:
-        keeper.see(weight), keeper.see(bias)
-        return get([weight._local_tensor, bias._local_tensor])
+        return gathered(model, keeper, "weight", "bias")
 
     first = now()
     weight.sum(), weight * 2.0, weight.detach()
-    assert now() is first and keeper.gathers == 1
+    assert now() is first and keeper.made == 1
     with torch.no_grad():
         CHANGES[change](weight)
     second = now()
-    assert keeper.gathers == 2 and torch.equal(second[:16], weight._local_tensor.flatten())
+    assert keeper.made == 2 and torch.equal(second[:16], weight._local_tensor.flatten())
     assert not torch.equal(second, first) and now() is second
 
 
 def test_another_tensor_in_its_place_and_other_regions_are_gathered_anew(model, keeper):
-    a, b = model.weight._local_tensor, model.bias._local_tensor
-    first = keeper([a, b], 2, "dp_shard")
-    model.weight._local_tensor = a.clone()
-    assert keeper([model.weight._local_tensor, b], 2, "dp_shard") is not first
+    first = gathered(model, keeper, "weight", "bias")
+    model.weight._local_tensor = model.weight._local_tensor.clone()
+    assert gathered(model, keeper, "weight", "bias") is not first
     assert len(keeper.kept) == 1  # never two copies of one parameter
-    keeper([b], 2, "dp_shard")
+    gathered(model, keeper, "bias")
     assert len(keeper.kept) == 1
 
 
 def test_a_step_gives_up_what_was_gathered_of_its_parameters(model, keeper):
-    a, b = model.weight._local_tensor, model.bias._local_tensor
-    keeper([a], 2, "dp_shard"), keeper([b], 2, "dp_shard")
+    gathered(model, keeper, "weight"), gathered(model, keeper, "bias")
     optimizer = torch.optim.SGD([model.weight], lr=0.0)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(len(keeper.kept)))
     optimizer.step()
     assert len(keeper.kept) == 1 and seen in ([1], [2])
-    keeper([b], 2, "dp_shard")
-    assert keeper.gathers == 2
+    gathered(model, keeper, "bias")
+    assert keeper.made == 2

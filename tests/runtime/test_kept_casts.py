@@ -1,4 +1,4 @@
-"""Covers: casts of weights to FP8 that micro-batches share (runtime/keep_casts.py, compiler/kept_casts.py,
+"""Covers: casts of weights to FP8 that micro-batches share (runtime/keep_casts.py, compiler/kept_values.py,
 passes/lower/keep_casts.py, analysis/casts.py)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weight_writes import unnoticed
 import megafx
 from megafx import Config
 from megafx.analysis.casts import casts_bytes
-from megafx.compiler.kept_casts import KeptCasts
+from megafx.compiler.kept_values import KeptValues
 
 
 def config(**options: Any) -> Config:
@@ -56,7 +56,7 @@ def test_micro_batches_share_casts_to_the_bit(options: dict[str, Any], monkeypat
     said = [n.message for n in model.megafx.notes if "serve several calls" in n.message]
     assert len(said) == 1 and "their casts are kept until they change" in said[0] and "of casts" in said[0]
 
-    monkeypatch.setattr(KeptCasts, "look", lambda *_: False)
+    monkeypatch.setattr(KeptValues, "look", lambda *_: False)
     again = megafx.parallelize(copy.deepcopy(plain), config(**options))
     for a, b in zip(found, steps(again, 3), strict=True):
         assert torch.equal(a, b)
@@ -103,7 +103,7 @@ def test_without_room_casts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_casts_that_cuda_graphs_read_stay_where_they_are() -> None:
     """Written again once a weight has changed, and not before."""
-    weight, casts = nn.Parameter(torch.ones(3)), KeptCasts()
+    weight, casts = nn.Parameter(torch.ones(3)), KeptValues()
     assert not casts.look({"w": weight})
 
     def values(stays: bool = True) -> Tensor:

@@ -176,27 +176,27 @@ def optimizer_shards_are_gathered_once_a_step() -> None:
     ids, labels = (mine(x, 2, 2) for x in batch(0, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(ids, labels).backward()
-    once = gathered.gathers
+    once = gathered.made
     assert 0 < once <= 6, once  # before, in and after the layer, at most two groups of ranks each
     with model.no_sync():
         model(ids, labels).backward()
     model(ids, labels).backward()
-    assert gathered.gathers == once
+    assert gathered.made == once
     for change in (optimizer.step, lambda: model.load_state_dict(model.state_dict())):
         change()
         found = model(ids, labels)
-        assert gathered.gathers == 2 * once
+        assert gathered.made == 2 * once
         fresh = copy.deepcopy(base())
         fresh.load_state_dict(megafx.full_state_dict(model))
         rows = [fresh(i, y) for i, y in zip(*(x.chunk(2) for x in batch(0, 2)), strict=True)]
         counts = [int((y != -100).sum()) for y in batch(0, 2)[1].chunk(2)]
         near(found.detach(), (rows[0] * counts[0] + rows[1] * counts[1]).detach() / sum(counts), "loss")
-        gathered.gathers = once
+        gathered.made = once
     with torch.no_grad():
         model.norm.weight.mul_(1.5)
-        found, count = model(ids, labels), gathered.gathers
+        found, count = model(ids, labels), gathered.made
         assert once < count < 2 * once  # of the region that changed
-        assert float((found - model(ids, labels)).abs()) == 0.0 and gathered.gathers == count
+        assert float((found - model(ids, labels)).abs()) == 0.0 and gathered.made == count
 
 
 class Mixer(nn.Module):

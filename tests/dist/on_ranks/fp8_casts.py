@@ -1,4 +1,4 @@
-"""Covers: casts of weights to FP8 that are kept between micro-batches (compiler/kept_casts.py), on real ranks."""
+"""Covers: casts of weights to FP8 that are kept between micro-batches (compiler/kept_values.py), on real ranks."""
 
 from __future__ import annotations
 
