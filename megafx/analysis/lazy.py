@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
+import megafx.ops.collectives  # noqa: F401  registers megafx::transition
 from megafx.config import Config
 from megafx.ir.dump import op_text
 from megafx.ir.nodes import RESHAPES
@@ -39,8 +41,9 @@ def why_not_lazy(program: Program, config: Config, t: int) -> str | None:
 
 
 def with_views_out(chain: Sequence[fx.Node]) -> list[fx.Node]:
-    """The chain, and reshapes of its values that nothing but the output reads, in graph order."""
-    views = {user for node in chain for user in node.users if user.target in RESHAPES}
+    """The chain, and what nothing but the output reads of its values in another shape or placement, in graph order."""
+    moves = (*RESHAPES, torch.ops.megafx.transition.default)
+    views = {user for node in chain for user in node.users if user.target in moves}
     return sorted({*chain, *(v for v in views if all(user.op == "output" for user in v.users))})
 
 

@@ -309,8 +309,10 @@ def _workspace(program: Program, node: fx.Node) -> int:
     if taken is None:
         return 0
     work = lambda n: program.sizes.workload(program.sizes.of(n))  # noqa: E731
-    shapes = fx.map_arg(node.args, lambda n: _Shape(map(work, n.meta[VAL].shape)))
-    itemsize = next(n.meta[VAL].element_size() for n in node.all_input_nodes if n.meta[VAL].is_floating_point())
+    of_value = lambda v: _Shape(map(work, v.shape)) if isinstance(v, torch.Tensor) else work(v)  # noqa: E731
+    shapes = fx.map_arg(node.args, lambda n: of_value(n.meta[VAL]))
+    operands = (n.meta[VAL] for n in node.all_input_nodes)
+    itemsize = next(v.element_size() for v in operands if isinstance(v, torch.Tensor) and v.is_floating_point())
     return _block(taken(shapes, itemsize))
 
 

@@ -134,7 +134,11 @@ class _Inference:
             if wrong:
                 why += f", but {wrong}"
                 continue
-            placed = results or [place(template, -1 - k, f, cut, self.t) for k in range(len(template.results))]
+            placed = results or [
+                place(template, -1 - k, f, cut, self.t)
+                or (P if template.reduces == "P" else None)  # pads are not typed
+                for k in range(len(template.results))
+            ]
             if None not in placed:
                 return self.results(*(p for p in placed if p is not None))
             why += ", over which the op is no sum"

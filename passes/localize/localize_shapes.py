@@ -10,8 +10,8 @@ of one mask) are rewritten, by rewrites.py and the facts of megafx's own ops. Ev
 against its placement.
 
 Padding: if t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite. A reduction
-over a padded dim masks them first, which also keeps their gradients zero; ops with poles (rewrites.py) get pads far from
-them.
+over a padded dim masks them first (a sum of losses: by labels that are ignored), which also keeps their gradients zero; ops
+with poles (rewrites.py) get pads far from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import QUERY_HEADS
-from megafx.ir.nodes import is_draw
+from megafx.ir.nodes import argument, is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
 from megafx.passes.localize.editor import Localizer, check_shape
@@ -37,6 +37,7 @@ from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
+CROSS_ENTROPY = "megafx.cross_entropy.default"
 
 
 def localize_shapes(program: Program, planner: Planner) -> int:
@@ -83,10 +84,23 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
         check_shape(local, node, choice.out)
 
 
+def _ignore_pads(local: Localizer, loss: fx.Node) -> bool:
+    """Where the operand is the loss of each token: pads get labels that it ignores, so that their losses are zeros. The head's
+    product and the loss can then be fused. True if they have."""
+    if str(loss.target) != CROSS_ENTROPY or argument(loss, "lse"):
+        return False
+    labels: fx.Node = argument(loss, "target")
+    placement = labels.meta.get(PLACEMENT)
+    if placement is None or not placement.is_shard:
+        return False
+    loss.replace_input_with(labels, local.mask_pads(loss, labels, placement, argument(loss, "ignore_index")))
+    return True
+
+
 def _mask_reduced_pads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """Zero the pads of activations along a sharded dim that the op sums over. Weights' pads are zero already."""
     rule = local.rules[node]
     for operand, placement in zip(rule.operands, choice.ins, strict=True):
         padded = placement.is_shard and placement.cut.padded(local.t)
-        if padded and operand.active and operand.node not in local.weights:
+        if padded and operand.active and operand.node not in local.weights and not _ignore_pads(local, operand.node):
             set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement))

@@ -193,6 +193,23 @@ def test_attention_that_is_not_told_its_queries_is_noticed():
         check_batch_types(joint)
 
 
+def test_the_loss_is_computed_without_logits_and_memory_is_predicted():
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    config = Config(context_parallel_size=2, passes=(("after fuse_linear_loss", keep),))
+    memory = [
+        megafx.predict_memory(GPT(), config.replace(context_parallel_size=n), example_inputs=a_call(16, 4))
+        for n in (1, 2)
+    ]
+    assert [spec.lazy for spec in kept[1].outputs] == [False, True]
+    assert "linear_cross_entropy" in {f.pattern for f in kept[1].fusions}
+    assert memory[1].peak < memory[0].peak
+
+
 def test_the_report_says_what_is_gathered_and_why():
     config = Config(context_parallel_size=2)
     text = str(megafx.plan(Mixed("window", "convolution"), config, example_inputs=a_call(6)).report)
