@@ -35,7 +35,7 @@ from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, GRADIENT_AXIS,
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
-from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of, copy_of_model
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
@@ -238,7 +238,7 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
 
 def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
-    model, random = copy.deepcopy(call.model), trial.reference != "eager"
+    model, random = copy_of_model(call.model), trial.reference != "eager"
     alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
     runtime = Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn)
     runtime.uncaptured.earlier |= call.uncaptured.earlier  # captures of a copy go as those of the model
@@ -261,7 +261,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
         )
     seed = torch.initial_seed() % 2**62
     args, kwargs, loss_inputs, seed = broadcast_data((tuple(call.args), dict(call.kwargs), call.loss_inputs, seed))
-    plain, loss_fn = copy.deepcopy(call.model), call.loss_fn
+    plain, loss_fn = copy_of_model(call.model), call.loss_fn
     for tensor in (*plain.parameters(), *plain.buffers()):
         torch.distributed.broadcast(tensor.detach(), 0)
     t = torch.distributed.get_world_size()
@@ -388,7 +388,7 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
         return compile_program(captured.copy(), _planner(call, ranks, config, data))
 
     sharded, single = compiled(t, data), functools.cache(lambda: compiled(1))
-    plain = copy.deepcopy(call.model)
+    plain = copy_of_model(call.model)
     eager = _eager_outputs(plain, sharded.program, call)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, call.model, call.args, call.kwargs, loss_inputs=call.loss_inputs, seed=seed)

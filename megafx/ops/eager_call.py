@@ -112,28 +112,41 @@ class EagerCall:
         )
 
     def run(self, tensors: Sequence[Tensor], buffers: dict[str, Tensor] | None = None) -> Any:
-        """The module's output, with these tensors as inputs and parameters."""
+        """The module's output, with these tensors as inputs and parameters. buffers: in place of its own, which it changes."""
         module = self.found()
         values = iter(tensors)
         leaves = [next(values) if x is None else leaf_value(x, tensors) for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         if self.function is not None:
             return self._run_function(leaves, args, kwargs)
-        own = {n: b.clone() for n, b in module.named_buffers()} if buffers is None else buffers
-        state = dict(zip(self.names, values, strict=True)) | own
+        state = dict(zip(self.names, values, strict=True)) | (buffers or {})
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
-            versions = {name: b._version for name, b in own.items()}
             outer, _here.inside = in_eager_code(), True
             try:
                 output = torch.func.functional_call(module, state, args, kwargs)
             finally:
                 _here.inside = outer
-        for name, before in versions.items():
-            if own[name]._version != before:
+        return output
+
+    def run_writing(self, tensors: Sequence[Tensor]) -> Any:
+        """As `run`, of a module in a call of the user's: buffers that it changes or replaces stay changed."""
+        if self.copies or self.function is not None or not (held := dict(self.found().named_buffers())):
+            return self.run(tensors) if self.function is None else self.run_watched(tensors)
+        run = tapes.current()
+        if not run.writes:  # a simulated rank, or a call that is computed once more
+            return self.run(tensors, {name: b.clone() for name, b in held.items()})
+        before = {name: (b, b._version) for name, b in held.items()}
+        output = self.run(tensors)
+        now = dict(self.found().named_buffers())
+        for name, (buffer, version) in before.items():
+            if now.get(name) is buffer and buffer._version == version:
+                continue
+            run.wrote.append(f"{self.fqn}.{name}")
+            if run.wrote[-1] in run.read:
                 raise UsageError(
-                    f"this module is left eager and changes its buffer '{name}', which would be lost",
+                    f"this module is left eager and changes its buffer '{name}', which captured code reads",
                     module=self.fqn,
                     fix="let it return the new value, or capture the module",
                 )
@@ -287,8 +300,7 @@ def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, o
     watched = run.ranks > 1 and not call.copies
     before = _generators(tensors) if watched else None
     with _drawing(call, seed, op_id, tensors):
-        run_call = call.run if call.function is None else call.run_watched
-        output, results, handle = tapes.record(run_call, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
+        output, results, handle = tapes.record(call.run_writing, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
     if watched and _generators(tensors) != before:
         raise UsageError(
             "a module that is left eager draws random numbers, which its runs on made-up inputs did not show: each rank would "

@@ -61,7 +61,8 @@ class Running:
 
     tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
     tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py). compare(FQN, results):
-    raises where ranks have other results of a module that is left eager.
+    raises where ranks have other results of a module that is left eager. writes: whether modules that are left eager change
+    their own buffers. read: FQNs of those that the graph reads. wrote: of those that were changed.
     """
 
     anchor: Tensor | None = None
@@ -73,6 +74,9 @@ class Running:
     used: dict[str, set[int]] = field(default_factory=dict)
     open: dict[Any, Any] = field(default_factory=dict)
     compare: Callable[[str, Sequence[Tensor]], None] | None = None
+    writes: bool = False
+    read: frozenset[str] = frozenset()
+    wrote: list[str] = field(default_factory=list)
 
     def any_of(self, sources: Sequence[Any]) -> bool:
         """Whether a gradient comes from one of these (ir/program.py: Source)."""

@@ -36,6 +36,7 @@ from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES
 from megafx.placements.types import Placement
+from megafx.runtime.again import Again
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
@@ -45,7 +46,6 @@ from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.runtime.written_arguments import written_arguments
-from megafx.units import bytes_text
 
 
 class Runs(Protocol):
@@ -98,7 +98,6 @@ class CompiledCall:
 
 
 _STORED = ("param", "buffer")
-KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until backward
 
 
 class BoundGraph:
@@ -106,7 +105,7 @@ class BoundGraph:
 
     def __init__(self, state: ModelState, compiled: CompiledCall, about: str = "") -> None:
         self.state, self.compiled, self.about = state, compiled, about
-        self.executable = compiled.executable
+        self.executable, self.spec = compiled.executable, compiled.spec
         program = compiled.program
         batch = program.batch
         self.equal_batches = batch is not None and batch.equal
@@ -154,6 +153,7 @@ class BoundGraph:
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.last: _Step | None = None  # the last call with tapes, until its backward: its output may be dropped before
         self.tapes = any(n.target is torch.ops.megafx.eager_call.default for n in program.graph.nodes)
+        self.buffers_read = frozenset(i.name for n, i in program.input_nodes() if i.kind == "buffer" and n.users)
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
         # What data-parallel ranks compute of outputs is averaged. Where gradients are added, it is so from the start.
@@ -192,7 +192,7 @@ class BoundGraph:
         state = self.state
         compared = self.tapes and self.ranks > 1 and state.step <= agreement.CHECKED_FIRST
         compare = lambda fqn, results: agreement.check_results(fqn, results, state.step - 1, state.group)  # noqa: E731
-        return Running(ranks=self.ranks, compare=compare if compared else None)
+        return Running(ranks=self.ranks, compare=compare if compared else None, writes=True, read=self.buffers_read)
 
     def fits(self, call: Call) -> bool:
         """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for
@@ -249,7 +249,7 @@ class BoundGraph:
                     for i, x in zip(compiled.wrt, wrt, strict=True)
                 ]
             step = _Step(self, inputs, call)
-            step.again = _Again(self, inputs, user, bool(compiled.beside))
+            step.again = Again(self, inputs, user, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
                 step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
                 step.run.anchor = _Anchor.apply(step, *wrt)
@@ -410,10 +410,10 @@ class BoundGraph:
             found = [None if i in absent else g for i, g in enumerate(found)]
         return found
 
-    def recompute(self, again: _Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
+    def recompute(self, again: Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
         """`backward` of a call that another form of this graph has run. tangents: of outputs, as autograd gives them."""
         inputs, _ = self._inputs(call, again.values)
-        run = self.running()
+        run = replace(self.running(), writes=False)
         with running(run) if self.tapes else contextlib.nullcontext():
             outputs, kept = self.executable.forward(inputs)
         outputs = self._as_the_user_gets(outputs, call)
@@ -429,7 +429,7 @@ class BoundGraph:
         return found
 
     def gradients_with_hooks(
-        self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
     ) -> list[Any]:
         """As below, with hooks on outputs that other outputs depend on."""
         found = (
@@ -437,7 +437,7 @@ class BoundGraph:
             (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
             (any(spec.kind == "seed" for spec in self.inputs), "its dropout would draw other masks"),
             (bool(call.caches), "it has changed a cache"),
-            (not again.complete, f"it has changed {self._what_is_changed()}, of which no copy is kept"),
+            (not again.complete, f"it has changed {again.what_is_changed}, of which no copy is kept"),
             (self.compiled.holding is not None, "gradients are added to `main_grad` by the graph"),
             (not self.state.config.gather_outputs, "gather_outputs=False"),
         )
@@ -445,7 +445,7 @@ class BoundGraph:
             raise refused(hooked, why)
         return self._in_eager(kept, call, again, tangents, hooked)
 
-    def gradients_with_graph(self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any]) -> list[Any]:
+    def gradients_with_graph(self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
         state = self.state
         if state.meshes.data is not None:
@@ -466,18 +466,13 @@ class BoundGraph:
         if call.caches or not again.complete:
             raise UsageError(
                 f"{WHERE}: it is computed in eager mode, from what the call has changed, of which no copy is kept "
-                f"({'caches' if call.caches else self._what_is_changed()})",
+                f"({'caches' if call.caches else again.what_is_changed})",
                 fix="compute this term in a call that changes less (model.eval(), use_cache=False, a copy of an argument)",
             )
         return self._in_eager(kept, call, again, tangents, ())
 
-    def _what_is_changed(self) -> str:
-        return (
-            f"more than {bytes_text(KEPT_BYTES)}: '{self.inputs[self.changed[0]].name}' first" if self.changed else ""
-        )
-
     def _in_eager(
-        self, kept: Kept, call: Call, again: _Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
     ) -> list[Any]:
         self.executable.check(kept)
         state, where = self.state, "hooks on outputs that other outputs depend on" if hooked else WHERE
@@ -517,42 +512,6 @@ class BoundGraph:
                     outputs.watch(self.inputs[i].name, slot.module._parameters[slot.key])
 
 
-class _Again:
-    """What it takes to compute a call once more: copies of what the call writes, as it was before, and how all else that it
-    reads was.
-
-    values: (kind, name) of an input -> what it was: with its history in autograd, if it is an argument. counters: numbers that
-    forward writes, as they were. complete: False if
-    there are more than KEPT_BYTES of that, of which nothing is copied unless outputs beside the loss have no gradients yet.
-    """
-
-    def __init__(self, graph: BoundGraph, inputs: list[Any], given: Mapping[int, torch.Tensor], seed: bool) -> None:
-        """given: position of an input -> the user's own tensor. seed: random numbers are to be drawn as before."""
-        self.graph, self.values = graph, dict[tuple[str, str], Any]()
-        changed = [graph.inputs[i] for i in graph.changed]
-        olds = [given[i] if i in graph.written else inputs[i] for i in graph.changed]
-        self.complete = seed or sum(x.numel() * x.element_size() for x in olds) <= KEPT_BYTES
-        if self.complete:
-            self.values = {(spec.kind, spec.name): x.clone() for spec, x in zip(changed, olds, strict=True)}
-        if seed:
-            seeds = [(i, spec) for i, spec in enumerate(graph.inputs) if spec.kind == "seed"]
-            self.values |= {(spec.kind, spec.name): inputs[i] for i, spec in seeds}
-        self.counters = [(place, place.get()) for place in graph.compiled.spec.state.counters]
-        parameters = [slot.module._parameters[slot.key] for slot in graph.read_slots]
-        read = [*parameters, *(inputs[i] for i in graph.read_inputs)]
-        self.versions = [None if not isinstance(x, torch.Tensor) or x.is_inference() else (x, x._version) for x in read]
-
-    def check(self, what: str, fix: str) -> None:
-        """Raise where the call can no longer be computed as it was. what: is computed by it."""
-        for name, of in zip(self.graph.read_names, self.versions, strict=True):
-            if of is not None and of[0]._version != of[1]:
-                raise UsageError(
-                    f"'{name}' was changed in place between forward and backward, which computes the "
-                    f"call once more for {what}",
-                    fix=f"call backward before the change{fix}",
-                )
-
-
 class _Step:
     """One call, from its forward to its backward. outputs: all of the graph's. kept: what forward keeps. layouts: of those
     outputs that bring a tangent, where they are DTensors. run: what code that the graph calls is given (ops/tapes.py)."""
@@ -565,7 +524,7 @@ class _Step:
         boards = graph.state.boards
         self.numbers = graph.state.step - 1, 0 if boards is None else boards.shared
         self.kept: Any = None
-        self.again: _Again | None = None
+        self.again: Again | None = None
         self.layouts: list[TPTensor | None] = []
         self.run = graph.running()
         self.tangents: list[Any] = []
@@ -601,6 +560,12 @@ class _Step:
         )
         if (beside or in_eager or hooked) and call is None:
             raise freed()
+        if (beside or in_eager or hooked) and self.run.wrote:
+            raise UsageError(
+                f"this backward computes the call once more, in which code that stays eager has changed '{self.run.wrote[0]}'",
+                fix="pass Config(differentiable_outputs=True) for gradients of outputs beside the loss; for hooks on outputs "
+                "and create_graph=True, let the module return the value",
+            )
         try:
             with stopping_with_others("backward"):
                 about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about

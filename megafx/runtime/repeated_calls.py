@@ -300,6 +300,11 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
+def copy_of_model(model: nn.Module) -> nn.Module:
+    """A deep copy. What earlier calls have left behind with their graphs (the weight that `weight_norm` has set) has none."""
+    return copy.deepcopy(model, {id(x): x.detach().clone() for _, _, x in _tensors_with_a_past(model)})
+
+
 def _tensors_with_a_past(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """Tensors that an earlier call has left behind with its graph, and where they can be replaced."""
     for _, holder, key, value in _held(model):

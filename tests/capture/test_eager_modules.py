@@ -98,7 +98,7 @@ class Refused(nn.Module):
         self.inner = Bad(what)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lin(self.inner(x)).sum()
+        return self.lin(self.inner(x)).sum() + self.inner.seen
 
 
 class Bad(nn.Module):
@@ -118,7 +118,7 @@ class Bad(nn.Module):
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
-        ("changes a buffer", UsageError, "changes its buffer 'seen'"),
+        ("changes a buffer", UsageError, "changes its buffer 'seen', which captured code reads"),
         (
             "needs certain sizes",
             CaptureError,
@@ -128,7 +128,8 @@ class Bad(nn.Module):
 )
 def test_what_cannot_be_left_eager(what: str, kind: Any, text: str) -> None:
     with pytest.raises(kind, match=text) as error:
-        megafx.plan(Refused(what), megafx.Config(eager_modules=["inner"]), example_inputs=(torch.randn(2, 8),))
+        model = megafx.parallelize(Refused(what), megafx.Config(eager_modules=["inner"]))
+        model(torch.randn(2, 8))
     assert error.value.module == "inner" and error.value.fix
 
 

@@ -117,6 +117,50 @@ def test_gradients_of_gradients() -> None:
     grad.square().sum().backward()
 
 
+class Counting(nn.Module):
+    """Decides by data; counts rows in a buffer, or returns the new count."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.returns = returns
+        self.register_buffer("rows", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = self.rows + x.shape[0]
+        if not self.returns:
+            self.rows = rows
+        x = x * 2 if x.sum() > 0 else x
+        return (x, rows) if self.returns else x
+
+
+class WithCount(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.count = nn.Linear(4, 4).double(), Counting(returns)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.count(self.up(x).tanh())
+        h = h[0] if isinstance(h, tuple) else h
+        return {"loss": h.square().mean(), "h": h}
+
+
+def test_a_buffer_that_code_left_eager_has_changed() -> None:
+    out = megafx.parallelize(WithCount(False), ONE)(X)
+    with refused("this backward computes the call once more"):
+        (out["loss"] + out["h"].mean()).backward()
+    model, plain = megafx.parallelize(WithCount(False), ONE.replace(differentiable_outputs=True)), WithCount(False)
+    for each in (model, plain):
+        out = each(X)
+        (out["loss"] + out["h"].mean()).backward()
+    torch.testing.assert_close(model.up.weight.grad, plain.up.weight.grad)
+    x = X.clone().requires_grad_()
+    with refused("this backward computes the call once more"):
+        torch.autograd.grad(megafx.parallelize(WithCount(False), ONE)(x)["loss"], x, create_graph=True)
+    model = megafx.parallelize(WithCount(True), ONE)
+    torch.autograd.grad(model(x)["loss"], x, create_graph=True)[0].square().sum().backward()
+
+
 def test_values_on_meta(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Net().double()

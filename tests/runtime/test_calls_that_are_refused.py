@@ -72,7 +72,7 @@ def test_values_that_only_the_computation_anew_reads_are_noticed_when_they_chang
 def test_gradients_of_gradients_of_a_call_that_writes_much_are_refused_and_the_advice_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megafx.runtime.bound_graph.KEPT_BYTES", 15)
+    monkeypatch.setattr("megafx.runtime.again.KEPT_BYTES", 15)
     model = megafx.parallelize(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double())
     x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
     loss = model(x).square().mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -192,3 +193,26 @@ def test_a_plain_tensor_of_an_attribute_is_cut(t):
     """Its numbers are no matter of a pass: a fake that holds them had the passes' collectives computed."""
     config = TWO.replace(tensor_model_parallel_size=t)
     assert megafx.verify(Gained().double(), config, example_inputs=(torch.randn(5, 8).double(),))
+
+
+class Normed(nn.Module):
+    """Hooks set the weights before each call; the last output is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own word on the old form
+            self.up = nn.utils.weight_norm(nn.Linear(6, 8))  # type: ignore[no-untyped-call]
+        self.down, self.last = nn.utils.spectral_norm(nn.Linear(8, 6)), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.down(torch.tanh(self.up(x)))
+        return self.last
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_weights_that_hooks_make_have_a_history(called: bool) -> None:
+    model, x = Normed().double(), torch.randn(3, 6, dtype=torch.float64)
+    if called:
+        model(x)
+    assert megafx.verify(model, TWO, example_inputs=(x,))

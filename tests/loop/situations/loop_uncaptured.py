@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+import transformers
 from loop import Loop, situation
 from torch import Tensor, nn
 
@@ -52,3 +53,56 @@ def an_early_exit_by_data(loop: Loop) -> None:
         with torch.no_grad():
             loop.see(evaluated=model.eval()(torch.randn(3, 5, 8)))
         loop.see_state(model)
+
+
+class Balanced(nn.Module):
+    """Decides by data; keeps statistics in buffers, which it writes or replaces, and counts."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.up, self.replaces, self.calls = nn.Linear(8, 8), replaces, 0
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.rows += x.shape[0]
+            if self.replaces:
+                self.seen = self.seen * 0.9 + x.mean(0)
+            else:
+                self.seen.mul_(0.9).add_(x.mean(0))
+        y: Tensor = self.up(x)
+        return (y * 2 if y.sum() > 0 else y) - self.seen
+
+
+@situation(BY_DATA)
+def a_module_that_decides_keeps_statistics(loop: Loop) -> None:
+    for replaces in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = loop.model(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Balanced(replaces), nn.Linear(8, 8)))
+            for rows in (3, 4):
+                y = model(torch.randn(rows, 8))
+                y.square().mean().backward()
+                with torch.no_grad():
+                    loop.see(y=y, evaluated=model(torch.randn(2, 8)))
+                loop.see(rows=model[2].rows, seen=model[2].seen, calls=model[2].calls)
+        loop.see_gradients(model)
+        loop.see_state(model)
+
+
+@situation("https://github.com/huggingface/transformers/issues/25104", rtol=1e-6)  # transformers' norms are of fp32
+def positions_beyond_the_longest_sequence_so_far(loop: Loop) -> None:
+    """rope_type "dynamic": frequencies follow the longest sequence, and go back at one of the original length."""
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=8, pad_token_id=0,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )  # fmt: skip
+    model = loop.model(transformers.LlamaForCausalLM(config).double())
+    for length in (5, 12, 10, 6, 12):  # 10: the frequencies of 12
+        y = model(torch.randint(1, 20, (2, length)), use_cache=False).logits
+        y.square().mean().backward()
+        loop.see(y=y)
+    loop.see_gradients(model)
