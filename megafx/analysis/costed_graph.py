@@ -38,6 +38,7 @@ from megafx.planner.cost import (
     transition_cost,
 )
 from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
+from megafx.planner.hardware import FLOAT8
 from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
 from megafx.rules.strategies import OpRule
@@ -122,7 +123,14 @@ class _Builder:
         if node in self.moves:
             return str(self.moves[node]), shape
         choice = self.plan.ops[node.name]
-        return str(node.target), _inside(fqn_of(node), region), choice.ins, choice.out, shape
+        return (
+            str(node.target),
+            _inside(fqn_of(node), region),
+            choice.ins,
+            choice.out,
+            shape,
+            node in self.planner.in_fp8,
+        )
 
     def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """The nodes drawn whose values it reads; transitions without communication are looked through."""
@@ -195,7 +203,11 @@ class _Builder:
             n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1])) * cut
             m, k = numel * held / max(n, 1), terms * part / held
             shapes = ((m, n, k), (m, k, n), (k, n, m))
-            once, back, weight = (product_seconds(a, b, c, dtype, itemsize, hardware) for a, b, c in shapes)
+            fp8, wgrad = node in self.planner.in_fp8, self.planner.config.fp8_wgrad
+            dtypes = [(FLOAT8, 1) if fp8 and each else (dtype, itemsize) for each in (True, True, wgrad)]
+            once, back, weight = (
+                product_seconds(*shape, *of, hardware) for shape, of in zip(shapes, dtypes, strict=True)
+            )
             return flops, (once, back, weight) if has_weight else (once, back + weight, 0.0)
         if kind == ATTENTION:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))

@@ -68,6 +68,7 @@ class Planner:
     differentiable: set[fx.Node] = field(default_factory=set)
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
+    in_fp8: set[fx.Node] = field(default_factory=set)  # linears that are priced so
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
     keeps_problem: bool = False  # for a report that prices alternatives
     problem: Any = None  # the Problem without policies and overrides, where it is kept

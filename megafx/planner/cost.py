@@ -201,12 +201,13 @@ def op_seconds(
     contraction: int,
     hardware: Hardware,
     training: bool,
+    dtype: str | None = None,
 ) -> float:
     """Time of the whole op on one rank, the slower of arithmetic and memory; training: with its backward and the price
-    of its saved result. An op that the plan shards costs its `share` of it."""
+    of its saved result. dtype: of its operands, if not that of the result. An op that the plan shards costs its `share`."""
     out_bytes = out_numel * out_itemsize
     moved = op_bytes(name, out_bytes, operand_bytes)
-    dtype = DTYPE_OF_ITEMSIZE.get(out_itemsize, "float32")
+    dtype = dtype or DTYPE_OF_ITEMSIZE.get(out_itemsize, "float32")
     arithmetic = matmul_seconds(op_flops(name, out_numel, contraction), dtype, hardware)
     once = max(arithmetic, memory_seconds(moved, hardware))
     if not training:

@@ -37,6 +37,7 @@ from megafx.planner.cost import (
     share,
     transition_seconds,
 )
+from megafx.planner.hardware import FLOAT8
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
 from megafx.planner.solver import InfeasibleError, Solution, Table, solve
@@ -164,7 +165,8 @@ class Problem:
         rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         size = sum(map(self.numel, self._made(node, rule)))
-        key = ("op", str(node.target), self._domain_id(node), operands, size, contraction(self.program, rule))
+        in_fp8 = node in self.planner.in_fp8
+        key = ("op", str(node.target), self._domain_id(node), operands, size, contraction(self.program, rule), in_fp8)
         return self._cached(key, lambda: self._op_costs(node, rule))
 
     def _op_costs(self, node: fx.Node, rule: OpRule) -> np.ndarray:
@@ -180,6 +182,7 @@ class Problem:
             contraction=contraction(self.program, rule),
             hardware=self.planner.hardware,
             training=self.planner.training,
+            dtype=FLOAT8 if node in self.planner.in_fp8 else None,
         )
         shares = np.array([share_of_op(s, op_name(node), self.planner.t) for s in self.domains[node]])
         ties = {P: PARTIAL_TIE_SECONDS, R: PARTIAL_GRADIENT_TIE_SECONDS}

@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from megafx.analysis.fp8 import places
 from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
@@ -56,16 +58,6 @@ TRANSITION = mfx.transition.default
 ALL, ROWS, COLUMNS = -1, 0, 1  # what a scale is of
 LINEARS = (aten.mm.default, aten.addmm.default)
 _WEIGHTS = (TRANSITION, mfx.join_parameters.default, aten._to_copy.default)  # between a parameter and a product
-_DECIDES = ("topk", "argmax", "max", "sort", "argsort")  # ops that choose by the largest
-_NUMBERS = ("_to_copy", "add", "mul", "div", "sub", "softmax", "_softmax", "sigmoid", "softplus", "masked_fill")
-_ON_THE_WAY = {
-    *_NUMBERS,
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "getitem",
-    "slice",
-}  # from a router's product to its choice
 
 
 def scaled_products(program: Program, planner: Planner) -> int:
@@ -126,6 +118,7 @@ class _Scaler:
         self.largest: dict[Any, fx.Node] = {}
         self.casts: dict[Any, _Cast] = {}
         self.found: list[_Linear] = []
+        self.placed: Callable[[fx.Node], str] = lambda product: ""
         self.late: dict[
             fx.Node, list[fx.Node]
         ] = {}  # forward values that backward casts, and the products for which it does
@@ -158,6 +151,7 @@ class _Scaler:
                     left: Any = n.args[0]
                     mine = left.target is aten.t.default and self._made_by(linear, left.args[0], n, results)
                     linear.wgrads += [n] if mine else []
+        self.placed = places((linear.product for linear in self.found), self.layers, self.config)
         return self.found
 
     def _made_by(self, linear: _Linear, gradient: fx.Node, product: fx.Node, results: set[Any]) -> bool:
@@ -172,18 +166,8 @@ class _Scaler:
 
     def refusal(self, linear: _Linear) -> str:
         """Why the linear is left as it is, or ''."""
-        order = dict.fromkeys(layer for n in self.found if (layer := self.layers.layer_of(fqn_of(n.product))))
-        layer = self.layers.layer_of(fqn_of(linear.product))
-        if not layer:
-            return "it is in no layer"
-        place, config = [*order].index(layer), self.config
-        if config.first_last_layers_bf16:
-            if place < config.num_layers_at_start_in_bf16:
-                return f"it is in the first of the layers (num_layers_at_start_in_bf16={config.num_layers_at_start_in_bf16})"
-            if place >= len(order) - config.num_layers_at_end_in_bf16:
-                return f"it is in the last of the layers (num_layers_at_end_in_bf16={config.num_layers_at_end_in_bf16})"
-        if decides := _decides(linear.product):
-            return f"its result decides ({decides})"
+        if why := self.placed(linear.product):
+            return why
         try:
             held = [self.placement(n) for n in (linear.x, linear.weight, linear.product)]
         except PlacementError as error:
@@ -428,16 +412,3 @@ def _name(node: fx.Node) -> str:
 def _flat(program: Program, flat: Any) -> list[int]:
     """A layout argument (numbers and size nodes) in structural integers."""
     return [program.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat]
-
-
-def _decides(product: fx.Node) -> str:
-    """The op that chooses by the product's result, or ''."""
-    todo, seen = [product], {product}
-    while todo:
-        for user in todo.pop().users:
-            if op_name(user) in _DECIDES:
-                return op_name(user)
-            if user not in seen and not in_backward(user) and op_name(user) in _ON_THE_WAY:
-                seen.add(user)
-                todo.append(user)
-    return ""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.fp8 import linears_in_fp8
 from megafx.debugging import current, say
 from megafx.errors import PlanError, or_leave_eager
 from megafx.ir.program import (
@@ -162,6 +163,7 @@ def make_problem(
             domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
             gone = by_override | gone
         taken += removals(node, gone)
+    planner.in_fp8 = linears_in_fp8(program, config) if planner.training else set()
     problem = Problem(program, planner, domains, policy)
     problem.removed = taken
     problem.build()

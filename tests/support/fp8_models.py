@@ -28,11 +28,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, ffn: int = 48, layers: int = 3, p: float = 0.0) -> None:
+    def __init__(self, ffn: int = 48, layers: int = 3, p: float = 0.0, width: int = 32) -> None:
         super().__init__()
-        self.embed = nn.Embedding(40, 32)
-        self.layers = nn.ModuleList(Block(32, ffn, p) for _ in range(layers))
-        self.head = nn.Linear(32, 40, bias=False)
+        self.embed = nn.Embedding(40, width)
+        self.layers = nn.ModuleList(Block(width, ffn, p) for _ in range(layers))
+        self.head = nn.Linear(width, 40, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -311,6 +311,27 @@ def test_products_are_priced_by_the_rate_of_fp8() -> None:
     )
 
 
+def test_a_plan_prices_the_linears_that_will_run_in_fp8() -> None:
+    """By layer and option as the pass leaves them; the schedule of the plan and the search read the same."""
+    times, linears = {}, {}
+    for name, options in (
+        ("bf16", {}),
+        ("fp8", EVERY),
+        ("no wgrad", {**EVERY, "fp8_wgrad": False}),
+        ("ends", {"fp8": "e4m3"}),
+    ):
+        with torch.device("meta"):
+            model, (ids, labels) = Model(8192, 3, width=2048).bfloat16(), (torch.zeros(2, 2048, dtype=torch.long),) * 2
+        plan = megafx.plan(model, Config(hardware="h100-nvlink", **options), example_inputs=(ids, labels))
+        report = megafx.explain(plan)
+        times[name] = report.step.total_us
+        ops = [op for op in report.picture.nodes if op.name.startswith("linear")]
+        linears[name] = [op.us + op.back_us + op.weight_us for op in ops]
+    assert times["fp8"] < times["no wgrad"] < times["bf16"] and times["fp8"] < times["ends"] < times["bf16"]
+    halves = [a / b for a, b in zip(linears["fp8"], linears["bf16"], strict=True)]
+    assert all(0.4 < x < 0.75 for x in halves[:-1]) and halves[-1] == 1.0, halves  # the head is in no layer
+
+
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
