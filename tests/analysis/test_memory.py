@@ -75,8 +75,8 @@ def measured(case: Case, made: Compiled) -> tuple[int, int, int]:
     given = [x for x, kind in zip(inputs, kinds, strict=True) if kind != "tangent"]
     tangents = [x for x, kind in zip(inputs, kinds, strict=True) if kind == "tangent"]
     executable = made.executable()
-    given += [join(given) for join in executable._joins]  # in a model that is parallelized these are views
-    executable._joins = []
+    given += [join(given) for join in executable.joins]  # in a model that is parallelized these are views
+    executable.joins = []
     with Held(given) as forward:
         outputs, kept = executable.forward(given)
     assert kept is not None
