@@ -25,7 +25,7 @@ from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
-from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program, located
+from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
@@ -80,7 +80,7 @@ def cut_sequence(program: Program, planner: Planner) -> int:
         program.outputs[i] = replace(spec, placement=None)
     _name_axis_of_draws(program, TENSOR_AXIS)
     if planner.t > 1:
-        _refuse_draws(program)
+        _say_what_draws(program)
     program.phase = Phase.CANONICAL
     return count
 
@@ -108,16 +108,13 @@ def _count_queries(program: Program) -> None:
         program.graph.erase_node(node)
 
 
-def _refuse_draws(program: Program) -> None:
+def _say_what_draws(program: Program) -> None:
+    """Attention with dropout is cut once; other draws are seldom cut on the next axis."""
     for node in filter(is_draw, program.graph.nodes):
         drop = draw_of(node)
-        if drop.shard_dim >= 0 and drop.p and drop.seed is not None:
-            raise PlanError(
-                f"{op_name(node)} drops out values whose sequence context-parallel ranks cut; which of them a tensor-parallel "
-                "rank has in addition cannot be said yet",
-                fix="set this dropout to 0, or tensor_model_parallel_size or context_parallel_size to 1",
-                **located(node),
-            )
+        if drop.shard_dim >= 0 and drop.p and drop.seed is not None and cost_kind(op_name(node)) == ATTENTION:
+            found = "attention with dropout: its queries are cut, so tensor-parallel ranks compute all of its heads"
+            program.note("context parallel", found, node)
 
 
 def _say_where_it_is_gathered(program: Program, axis: Planner) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from megafx.ir.facts import ATTENTION, MATMUL
-from megafx.ir.nodes import RESHAPES, op_name
+from megafx.ir.nodes import RESHAPES, draw_of, is_draw, op_name
 from megafx.ir.program import TOKENS, VAL, Builder, Phase, Program, active_nodes, inherit, recompute_val, set_at
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import owners_of
@@ -138,6 +138,8 @@ class _Flattener:
     def _by_token(self, node: fx.Node, lead: tuple[int, ...]) -> bool:
         """Whether the op computes each token of [*lead, n] from that of its operands."""
         if node.op != "call_function" or node not in self.active or node in self.owned:
+            return False
+        if is_draw(node) and draw_of(node).shard_dim >= 0:  # cut by an outer axis, along one of these dims
             return False
         product = cost_kind(op_name(node)) in (MATMUL, ATTENTION) and node.target is not aten.linear.default
         if self._shape(node)[:-1] != lead or product:

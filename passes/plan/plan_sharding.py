@@ -20,6 +20,7 @@ from torch import fx
 from megafx.analysis.fp8 import linears_in_fp8
 from megafx.debugging import current, say
 from megafx.errors import PlanError, or_leave_eager
+from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import (
     TOKENS,
     VAL,
@@ -229,7 +230,12 @@ def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planne
             return [Strategy((stored,), R, EXPERT)]
         ins = tuple(R if o.active else I for o in rule.operands)
         return [Strategy(ins, P if rule.node.target is OWNER_OUTPUT else R, EXPERT)]
-    return strategies(rule, candidates, planner.t)
+    found = strategies(rule, candidates, planner.t)
+    if is_draw(rule.node) and (drop := draw_of(rule.node)).shard_dim >= 0:
+        # An outer axis cuts it. The op can say no second cut of what it draws, nor of the dim that it counts.
+        once = drop.p and drop.seed is not None
+        found = [s for s in found if not s.out.is_shard or not (once or s.out.dim == drop.shard_dim)]
+    return found
 
 
 def _optimum(

@@ -22,7 +22,6 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "torch.autograd.grad or backward(inputs=...) with": "loop/situations/loop_hooks_on_outputs.py",
     "<__name__>.step() of a parameter ('<name>') that": "dist/on_ranks/call_forms.py",
     "context_parallel_size=<context_parallel_size>: se": "equivalence/test_context.py",
-    "<node> drops out values whose sequence context-pa": "equivalence/test_context.py",
     "the sequence of this call is no size that may var": "equivalence/test_context.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
