@@ -112,6 +112,17 @@ _PLAIN = (nn.Parameter, MainGradParameter, CountedParameter, CountedMainGradPara
 _foreach_supported_types.extend(_PLAIN[1:])  # optimizers ask for the exact type
 
 
+@cache
+def _make_parameters_of_ours() -> None:
+    """Let nn.Parameter(p) take such a parameter as it takes a plain one: torch asks for the exact type."""
+    new = nn.Parameter.__new__
+
+    def of_ours(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        return new(cls, data.detach() if isinstance(data, _PLAIN[1:]) else data, requires_grad)
+
+    setattr(nn.Parameter, new.__name__, staticmethod(of_ours))
+
+
 def replaced_memory(parameter: Tensor) -> int:
     """How often `.data` was assigned to a CountedParameter."""
     return int(vars(parameter).get(_REPLACED_MEMORY, 0))
@@ -122,6 +133,7 @@ def count_changes(parameters: Iterable[nn.Parameter | None]) -> None:
     counted: dict[type, type] = {nn.Parameter: CountedParameter, MainGradParameter: CountedMainGradParameter}
     for parameter in parameters:
         if type(parameter) in counted:
+            _make_parameters_of_ours()
             parameter.__class__ = counted[type(parameter)]
 
 
@@ -139,6 +151,7 @@ def take_fp32_gradients(parameters: Iterable[nn.Parameter | None]) -> None:
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
             _refuse_low_moments()
         if type(parameter) in (nn.Parameter, CountedParameter):
+            _make_parameters_of_ours()
             counted = isinstance(parameter, CountedParameter)
             parameter.__class__ = CountedMainGradParameter if counted else MainGradParameter
 

@@ -4,6 +4,7 @@ passes/lower/keep_casts.py, analysis/casts.py)."""
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -79,6 +80,29 @@ def test_every_write_is_noticed() -> None:
     model(*batch(7))
     assert model.megafx.settled.casts.made == made + 1
     assert type(model.layers[0].up.weight).__mro__[1] is nn.Parameter  # and it counts its changes from now on
+
+
+def test_weights_are_parameters_as_others() -> None:
+    """They count their changes, and are taken wherever torch asks for the exact type."""
+    model: Any = megafx.parallelize(Model(layers=1).double(), config(accumulate_allreduce_grads_in_fp32=True))
+    weight = model.layers[0].up.weight
+    shared = nn.Parameter(weight)
+    assert type(shared) is nn.Parameter and shared.data_ptr() == weight.data_ptr() and shared.requires_grad
+    assert not nn.Parameter(weight, requires_grad=False).requires_grad and type(weight.detach()) is Tensor
+    assert all(type(value) is Tensor for value in model.state_dict().values())
+    assert type(pickle.loads(pickle.dumps(weight))) is nn.Parameter
+    copied = copy.deepcopy(model)
+    assert type(copied.layers[0].up.weight) is type(weight) and copied.layers[0].up.weight is not weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        before = [model(*batch(7)) for _ in range(2)][-1]
+        model.to(torch.float64)
+        model.float()
+        assert model(*batch(7)).dtype == torch.float32
+        torch.testing.assert_close(model(*batch(7)), before.float(), rtol=1e-2, atol=1e-2)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert type(model.layers[0].up.weight) is type(weight)
 
 
 def test_a_change_between_forward_and_backward_is_refused() -> None:
