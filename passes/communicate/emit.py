@@ -11,6 +11,7 @@ from torch import fx
 from torch._prims_common import make_contiguous_strides_for
 
 import megafx.ops.collectives  # noqa: F401  registers the ops
+from megafx.ir.nodes import shows_operand
 from megafx.ir.program import FQN, SOURCE, VAL, Builder, Program, inherit
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.moves import Ops, Size, same_size
@@ -46,7 +47,7 @@ class NodeOps(Ops):
     def contiguous(self, x: fx.Node) -> fx.Node:
         """No node where the strides are known to be contiguous; else one that copies only if they are not when it runs."""
         value = x.meta[VAL]
-        if same_strides(value, None):
+        if same_strides(value, None) and not _is_of_a_part(x):
             return x
         with self.program.graph.inserting_before(self.where):
             node = self.program.graph.call_function(aten.contiguous.default, (x,))
@@ -86,6 +87,15 @@ class NodeOps(Ops):
 
     def all_to_all(self, x: fx.Node, t: int) -> fx.Node:
         return self._wait(self.call(c10d.all_to_all_single.default, x, [1] * t, [1] * t, self.axis))
+
+
+def _is_of_a_part(x: fx.Node) -> bool:
+    """True for views of a slice that is not contiguous: where a product was merged with others, their strides are old ones."""
+    while shows_operand(x):
+        if x.target is aten.slice.Tensor and not same_strides(x.meta[VAL], None):
+            return True
+        x = x.args[0]  # type: ignore[assignment]  # a node
+    return False
 
 
 def same_strides(value: torch.Tensor, like: torch.Tensor | None) -> bool:

@@ -17,8 +17,9 @@ import megafx
 from megafx.config import Config
 from megafx.distributed.parameters import JoinedParameters, parameter_slots, place_joined, side_by_side
 from megafx.ir import dump
+from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.testing import assert_same, expect, graph, make_planner, run_pass
+from megafx.testing import assert_same, expect, graph, make_planner, run_pass, transition
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 
@@ -52,6 +53,21 @@ def test_queries_keys_and_values():
     """, t=2)  # fmt: skip
     assert_same(before, after)
     assert notes(after) == ["q, k, v merged: by count, 14 elements a token are copied for 40 that are not moved"]
+
+
+def test_a_view_of_a_part_is_copied_before_it_is_gathered():
+    """Its strides were found when the product had memory of its own; all_gather wants contiguous memory."""
+
+    def heads(x, k, v):
+        return tuple(transition(aten.unsqueeze(aten.linear(x, w), 1), "I", src="S2") for w in (k, v))
+
+    before = graph(
+        heads, local=True, out="I@tp", x="f64[b h=5] R@tp", k="param f64[m=4 h=5] S0@tp", v="param f64[m=4 h=5] S0@tp"
+    )
+    after = run_pass(expand_transitions, merged(before))
+    gathers = [n for n in after.graph.nodes if n.target is torch.ops._c10d_functional.all_gather_into_tensor.default]
+    assert [n.args[0].target for n in gathers] == [aten.contiguous.default] * 2
+    assert_same(before, after)
 
 
 def test_gate_and_up_with_biases_become_the_packed_unit():
