@@ -130,7 +130,6 @@ def _appends(module: Any, x: Tensor) -> None:
 REFUSED: dict[str, tuple[Any, Any]] = {
     "numpy": (lambda m, x: np.random.rand(), None),
     "the clock": (lambda m, x: time.time(), None),
-    "a buffer": (lambda m, x: m.count.add_(1), None),
     "a file": (lambda m, x: open(__file__).close(), None),
     "an attribute": (lambda m, x: setattr(m, "level", x.mean()), lambda n: n.layers[0].branch.level),
     "a list": (lambda m, x: m.levels.append(x.mean()), lambda n: sum(n.layers[0].branch.levels)),
