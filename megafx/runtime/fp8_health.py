@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from megafx.ir.call_spec import no_autocast
-from megafx.ir.program import Program, ancestors, fqn_of
+from megafx.ir.facts import facts_of
+from megafx.ir.nodes import RESHAPES, behind
+from megafx.ir.program import VAL, Program, ancestors, fqn_of
 from megafx.kernels.fp8.quantize import FORMATS, TOP, quantize, quantize_both
 from megafx.ops.tapes import running
 from megafx.passes.experts.drop_expert_values import drop_expert_values
@@ -89,8 +92,18 @@ def _operands(program: Program) -> dict[str, str]:
     for node in program.graph.nodes:
         if node.target in (quantize, quantize_both):
             read = {kinds[n] for n in ancestors([node.args[0]]) if n in kinds}
-            found[node.name] = "weight" if read == {"param"} else "gradient" if "tangent" in read else "input"
+            is_gradient = "tangent" in read and not _is_recomputed(node.args[0])
+            found[node.name] = "weight" if read == {"param"} else "gradient" if is_gradient else "input"
     return found
+
+
+def _is_recomputed(value: Any) -> bool:
+    """True if it is the output of forward that a gradient op gives as its last result (`facts.recompute`)."""
+    made = behind(value, RESHAPES)
+    if made.target is not operator.getitem:
+        return False
+    source: Any = made.args[0]
+    return bool(facts_of(source.target).recompute) and made.args[1] == len(source.meta[VAL]) - 1
 
 
 def _run(

@@ -31,7 +31,8 @@ def test_each_cast_of_a_call(recipe: str) -> None:
     assert {key[:2] for key in found} == {
         (f"layers.0.{n}", o) for n in linears for o in ("input", "weight", "gradient")
     }
-    assert {scales for _, _, scales in found} == {*each}
+    assert {scales for _, _, scales in found} == {*each} and len(found) == len(health.casts)
+    assert {c.format for c in health.casts if c.operand == "gradient"} == {"e5m2"}  # the recomputed gelu is an input
     weight = found["layers.0.up", "weight", each[0]]
     assert weight.largest == 64.0 and weight.format == "e4m3"
     if recipe == "tensorwise":
