@@ -32,8 +32,10 @@ from megafx.ir.python_state import (
     PLAIN,
     Place,
     has_attributes_for_parts,
+    items_of,
     leave,
     parts_of,
+    put_items,
     same,
 )
 
@@ -135,7 +137,7 @@ class Writes:
         value = _mutable(value)
         if not isinstance(value, (dict, list, deque, set)) or id(value) in self.containers:
             return
-        plain: Any = list.copy if isinstance(value, list) else dict.copy if isinstance(value, dict) else copy.copy
+        plain: Any = list.copy if isinstance(value, list) else items_of if isinstance(value, dict) else copy.copy
         old: Any = plain(value)
         self.containers[id(value)] = value, old
         for part in old.values() if isinstance(old, dict) else old:
@@ -197,11 +199,11 @@ class Writes:
         old = known[1]
         line = self._line(place)
         if isinstance(value, dict):
-            if any(isinstance(key, torch.SymInt) for key in dict.copy(value)):  # a size: this graph's is fixed
-                items = [(int(k) if isinstance(k, torch.SymInt) else k, v) for k, v in dict.items(value)]
-                value.clear()
-                value.update(items)
-            for key in {**old, **dict.copy(value)}:
+            held = items_of(value)
+            if any(isinstance(key, torch.SymInt) for key in held):  # a size: this graph's is fixed
+                held = {int(k) if isinstance(k, torch.SymInt) else k: v for k, v in held.items()}
+                put_items(value, held)
+            for key in {**old, **held}:
                 at = Place(None, key, f"{place.name}[{key!r}]", line, place)
                 for change in self._change(at, old.get(key, ABSENT)):
                     if type(value) is dict:
@@ -277,6 +279,9 @@ class Writes:
     def restore(self) -> None:
         """Put back what was there before forward. (prepare.py does so for buffers.)"""
         for container, old in self.containers.values():
+            if isinstance(container, dict):
+                put_items(container, old)
+                continue
             container.clear()
             container.extend(old) if isinstance(container, (list, deque)) else container.update(old)
         for attributes, _, old in self.before:

@@ -18,7 +18,7 @@ import re
 import types
 import weakref
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import contains, getitem
@@ -42,7 +42,8 @@ VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
 class Place:
     """Where a value is: item `key` of a dict or list, or attribute `key` of another object.
 
-    The attributes of an instance are items of its `__dict__`, so that a check runs no code of the user. name: for messages,
+    The attributes of an instance are items of its `__dict__`, and a container is read past what its class overrides, so that a
+    check runs no code of the user. name: for messages,
     as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'. line: where forward reads it. within: the holder is what
     that place holds at the time.
     """
@@ -92,9 +93,10 @@ class Place:
         """The value there now, ABSENT where there is none."""
         holder = self.container()
         try:
-            if not isinstance(holder, (dict, *SEQUENCES)):
+            kind = next((kind for kind in (dict, *SEQUENCES) if isinstance(holder, kind)), None)
+            if kind is None:
                 return getattr(holder, self.key, ABSENT)
-            return holder[self.key]
+            return kind.__getitem__(holder, self.key)
         except (KeyError, IndexError):
             return ABSENT
         except ValueError:
@@ -105,12 +107,13 @@ class Place:
     def set(self, value: Any) -> None:
         """Put a value there; ABSENT takes away what is there."""
         holder = self.container()
-        if not isinstance(holder, (dict, list, deque)):
+        kind = next((kind for kind in (OrderedDict, dict, list, deque) if isinstance(holder, kind)), None)
+        if kind is None:
             delattr(holder, self.key) if value is ABSENT else setattr(holder, self.key, value)
         elif value is not ABSENT:
-            holder[self.key] = value
-        elif isinstance(holder, dict):
-            holder.pop(self.key, None)
+            kind.__setitem__(holder, self.key, value)
+        elif issubclass(kind, dict):
+            kind.pop(holder, self.key, None)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -151,7 +154,7 @@ class Container:
 def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
     """(what holds the parts, key -> part) of a container; None for other values. A set's members are its keys."""
     if isinstance(value, dict):
-        return value, dict.copy(value)
+        return value, items_of(value)
     if isinstance(value, SEQUENCES) and not isinstance(value, torch.Size):
         return value, dict(enumerate(list.copy(value) if isinstance(value, list) else value))
     if has_attributes_for_parts(value):
@@ -159,6 +162,21 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
     if isinstance(value, (set, frozenset)):
         return value, dict.fromkeys(value)
     return None
+
+
+def items_of(holder: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of what a dict holds, in its order. Its class may give out something else: transformers' `ACT2FN[name]` makes a
+    module of the class that is there."""
+    keys = OrderedDict.keys(holder) if isinstance(holder, OrderedDict) else dict.keys(holder)
+    return {key: dict.__getitem__(holder, key) for key in keys}
+
+
+def put_items(holder: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Make a dict hold these, past what its class overrides."""
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    kind.clear(holder)
+    for key, value in items.items():
+        kind.__setitem__(holder, key, value)
 
 
 def part_name(name: str, value: Any, key: Any) -> str:

@@ -336,3 +336,37 @@ def blocks_have_closures_of_their_own(loop: Loop) -> None:
         _step(loop, model)
         for i, (_, change) in enumerate(module.functions):
             change(0.3 * step + 0.1 * i)
+
+
+class Registry(collections.OrderedDict[str, Any]):
+    """Gives out a new module of the class that it holds, as transformers' ACT2FN does."""
+
+    def __getitem__(self, name: str) -> nn.Module:
+        made: nn.Module = super().__getitem__(name)()
+        return made
+
+
+REGISTRY = Registry(relu=nn.ReLU, gelu=nn.GELU, tanh=nn.Tanh)
+
+
+@situation("https://github.com/huggingface/transformers/blob/main/src/transformers/models/mamba/modeling_mamba.py")
+def a_registry_makes_what_it_gives_out(loop: Loop) -> None:
+    class Model(Mlp):
+        name = "gelu"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(REGISTRY[self.name](self.up(x)))
+
+    def held() -> list[str]:
+        return [f"{name} {kind.__name__}" for name, kind in collections.OrderedDict.items(REGISTRY)]
+
+    REGISTRY.update(gelu=nn.GELU)
+    REGISTRY.move_to_end("relu")
+    before, model = held(), loop.model(Model())
+    _step(loop, model)
+    assert held() == before
+    REGISTRY["gelu"] = nn.SiLU
+    _step(loop, model)
+    model.name = "tanh"
+    _step(loop, model)
+    assert held() == ["gelu SiLU", "tanh Tanh", "relu ReLU"]
