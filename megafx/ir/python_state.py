@@ -112,8 +112,8 @@ class Place:
             delattr(holder, self.key) if value is ABSENT else setattr(holder, self.key, value)
         elif value is not ABSENT:
             kind.__setitem__(holder, self.key, value)
-        elif issubclass(kind, dict):
-            kind.pop(holder, self.key, None)
+        elif isinstance(holder, dict):
+            (OrderedDict if kind is OrderedDict else dict).pop(holder, self.key, None)
 
 
 def same(a: Any, b: Any) -> bool:
