@@ -32,13 +32,14 @@ from torch.utils import _pytree as pytree
 
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Kept
+from megafx.compiler.kept_values import KeptValues
 from megafx.config import Config
 from megafx.distributed.agreement import sample
 from megafx.distributed.board import BYTES, Entry, SharedBoard
 from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir.nodes import changed_copy
-from megafx.ir.program import Input, Output, Program
+from megafx.ir.program import Input, Output, Program, Reached
 from megafx.ir.sizes import Sizes
 from megafx.passes.lower.call_directly import call_node_directly
 from megafx.placements.types import I, Layout, Placement, S
@@ -63,7 +64,10 @@ class Many(nn.Module):
 class Nothing:
     """An executable that computes no more than gradients of the right shape."""
 
-    see, read_in_backward = None, ()
+    see, read_in_backward, gathered_names = None, (), ()
+
+    def __init__(self) -> None:
+        self.casts = KeptValues()
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]:
         return [inputs[-1].sum()], Kept(inputs, [], [], [], len(inputs))
@@ -81,6 +85,7 @@ def compile_nothing(placements: dict[str, Placement]) -> Any:
         gm = torch.fx.GraphModule({}, graph)
         inputs = [*(Input("param", n) for n in names), Input("user", "kwargs[x]")]
         program = Program(gm, inputs, [Output("user", "", True)], Sizes(), None, pytree.tree_structure(0))  # type: ignore[arg-type]
+        program.reached = Reached({name: {""} for name in names}, {})
         leaf = Leaf("kwargs[x]", True, torch.float32, (sympy.Symbol("s0"),))
         in_spec = pytree.tree_structure((*call_tree((), {"x": 0}, {}), {}))
         program.call = CallSpec(in_spec, (leaf,), pytree.tree_structure(0), (OutputLeaf(0),))

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megafx.distributed.parameters import Slot
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import Input
@@ -19,15 +18,13 @@ KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until 
 class Written(Protocol):
     """A graph (BoundGraph). changed: positions of the inputs that a call writes into, written: of the arguments among them.
 
-    read_slots, read_inputs: what it only reads, parameters and others; read_names: their names, in this order.
+    read: those that it only reads.
     """
 
     inputs: list[Input]
     changed: list[int]
     written: set[int]
-    read_slots: list[Slot]
-    read_inputs: list[int]
-    read_names: list[str]
+    read: list[int]
     spec: CallSpec
 
 
@@ -36,8 +33,8 @@ class Again:
     reads was.
 
     values: (kind, name) of an input -> what it was: with its history in autograd, if it is an argument. counters: numbers that
-    forward writes, as they were. complete: False if
-    there are more than KEPT_BYTES of that, of which nothing is copied unless outputs beside the loss have no gradients yet.
+    forward writes, as they were. complete: False if there are more than KEPT_BYTES of that, of which nothing is copied unless
+    outputs beside the loss have no gradients yet.
     """
 
     def __init__(self, graph: Written, inputs: list[Any], given: Mapping[int, torch.Tensor], seed: bool) -> None:
@@ -52,21 +49,29 @@ class Again:
             seeds = [(i, spec) for i, spec in enumerate(graph.inputs) if spec.kind == "seed"]
             self.values |= {(spec.kind, spec.name): inputs[i] for i, spec in seeds}
         self.counters = [(place, place.get()) for place in graph.spec.state.counters]
-        parameters = [slot.module._parameters[slot.key] for slot in graph.read_slots]
-        read = [*parameters, *(inputs[i] for i in graph.read_inputs)]
-        self.versions = [None if not isinstance(x, torch.Tensor) or x.is_inference() else (x, x._version) for x in read]
+        self.read: list[torch.Tensor] = [inputs[i] for i in graph.read]  # with the version counters of what they are of
+        self.versions = _versions(self.read)
 
     @property
     def what_is_changed(self) -> str:
         """For messages: what is not copied."""
-        return f"more than {bytes_text(KEPT_BYTES)}: '{self.graph.inputs[self.graph.changed[0]].name}' first"
+        names = [f"'{self.graph.inputs[i].name}'" for i in self.graph.changed]
+        return f"more than {bytes_text(KEPT_BYTES)}: {', '.join(names[:3])}"
 
     def check(self, what: str, fix: str) -> None:
         """Raise where the call can no longer be computed as it was. what: is computed by it."""
-        for name, of in zip(self.graph.read_names, self.versions, strict=True):
-            if of is not None and of[0]._version != of[1]:
+        for i, now, was in zip(self.graph.read, _versions(self.read), self.versions, strict=True):
+            if now != was:
                 raise UsageError(
-                    f"'{name}' was changed in place between forward and backward, which computes the "
+                    f"'{self.graph.inputs[i].name}' was changed in place between forward and backward, which computes the "
                     f"call once more for {what}",
                     fix=f"call backward before the change{fix}",
                 )
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
+    """Of each its version; those made in inference mode have none."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [None if x.is_inference() else x._version for x in tensors]

@@ -140,11 +140,8 @@ class BoundGraph:
         self.copied = {i for i in changed if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
         self.changed = sorted(changed)  # inputs that a call writes into
         slots = state.slots
-        own = [i for i, x in enumerate(self.inputs) if x.kind == "param" and i not in changed]
-        self.read_slots = [slots[self.inputs[i].name] for i in own]
-        kinds = ("user", "buffer")
-        self.read_inputs = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
-        self.read_names = [self.inputs[i].name for i in (*own, *self.read_inputs)]
+        kinds = ("param", "user", "buffer")
+        self.read = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
