@@ -216,6 +216,8 @@ def _doubled(x: Tensor) -> Tensor:
 
 
 class Odd:
+    __slots__ = ("value",)
+
     def __init__(self, value: Any) -> None:
         self.value = value
 
