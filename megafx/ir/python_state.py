@@ -167,7 +167,7 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
 def items_of(holder: dict[Any, Any]) -> dict[Any, Any]:
     """A copy of what a dict holds, in its order. Its class may give out something else: transformers' `ACT2FN[name]` makes a
     module of the class that is there."""
-    if type(holder).__iter__ is dict.__iter__:  # asks nothing of the class, nor the hashes of keys: a trace has sizes there
+    if type(holder).__iter__ is dict.__iter__:  # asks no key for its hash: a trace has sizes there
         return dict.copy(holder)
     keys = OrderedDict.keys(holder) if isinstance(holder, OrderedDict) else dict.keys(holder)
     return {key: dict.__getitem__(holder, key) for key in keys}
