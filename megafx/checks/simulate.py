@@ -266,9 +266,11 @@ class Logical:
 
 
 def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], dict[str, float]]:
-    """`relative_error` of each output and of each gradient; no gradient counts as zeros."""
+    """`relative_error` of each output, infinite where it is not found, and of each gradient; no gradient counts as zeros."""
     tiny = torch.finfo(torch.float64).tiny
-    outputs = {n: relative_error(found.outputs[n], v, tiny) for n, v in wanted.outputs.items() if isinstance(v, Tensor)}
+    tensors = {n: x for n, x in wanted.outputs.items() if isinstance(x, Tensor)}
+    pairs = [(n, found.outputs.get(n), x) for n, x in tensors.items()]
+    outputs = {n: math.inf if got is None else relative_error(got, x, tiny) for n, got, x in pairs}
     present = {n: g for n, g in wanted.gradients.items() if g is not None}
     finite = [g.double().nan_to_num(0.0, 0.0, 0.0) for g in present.values()]
     floor = max(GRADIENT_FLOOR * sum(float(g.norm()) ** 2 for g in finite) ** 0.5, tiny)

@@ -216,3 +216,23 @@ def test_weights_that_hooks_make_have_a_history(called: bool) -> None:
     if called:
         model(x)
     assert megafx.verify(model, TWO, example_inputs=(x,))
+
+
+class StateInEvaluation(nn.Module):
+    """As XLNet's memories: there in one mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.lin(x)
+        return {"y": y} if self.training else {"y": y, "state": y.detach()}
+
+
+@pytest.mark.repeated_calls
+@pytest.mark.parametrize("training", [True, False])
+def test_an_output_of_one_mode_alone(training: bool) -> None:
+    model = StateInEvaluation().double().train(training)
+    found = megafx.verify(model, example_inputs=(torch.randn(3, 4).double(),))
+    assert found and ("output state" in str(found)) is not training and "the mode" not in str(found)
