@@ -84,7 +84,7 @@ def _check_asking() -> tuple[bool, SourceLine] | None:
             _only_complains(statement.body) or file.endswith(f"{_CHECKS_ARGUMENTS}constraints.py")
         )
         if isinstance(statement, ast.Assert) or check:
-            value = _operand(statement.test, isinstance(statement, ast.Assert), place)  # type: ignore[attr-defined]
+            value = _operand(statement.test, isinstance(statement, ast.Assert), place)  # type: ignore[attr-defined]  # has one
             if value is not None:
                 source = SourceLine(file, line, linecache.getline(file, line).strip())
                 return value, source if is_user_file(file) else current_user_line() or source
@@ -138,7 +138,7 @@ def _asked(frame: FrameType) -> Place | None:
         place = positions[at // 2 - 1]  # of the instruction before, which made the value
     else:
         return None
-    return None if None in place else place  # type: ignore[return-value]
+    return None if None in place else place  # type: ignore[return-value]  # no None is left
 
 
 @functools.lru_cache(maxsize=64)

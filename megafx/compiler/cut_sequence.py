@@ -94,7 +94,7 @@ def _name_axis_of_draws(program: Program, axis: str) -> None:
 
 
 def _count_queries(program: Program) -> None:
-    """Write causal attention as the op that may be told which queries a rank has."""
+    """Write causal attention as the op that has an argument for the queries of a rank."""
     for node in program.graph.find_nodes(op="call_function", target=sdpa):
         q, k, v, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
         if not argument(node, "is_causal") or mask is not None or q.meta[VAL].dim() != 4:

@@ -91,13 +91,13 @@ class CountedParameter(nn.Parameter):
     """A parameter on one rank whose every change is counted: by `_version`, also through `.data`, and by `replaced_memory`."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:  # type: ignore[override]  # an attribute there
         """As Tensor.data, but that a write to it counts as one to the parameter."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a descriptor
         vars(self)[_REPLACED_MEMORY] = replaced_memory(self) + 1
 
 

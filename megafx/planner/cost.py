@@ -259,10 +259,11 @@ def attention_seconds(flops: float, dtype: str, hardware: Hardware, *, dropout: 
     rates = [
         scale * hardware.attention.get(f"{kind}{way}", hardware.flops("bfloat16")) for way in ("forward", "backward")
     ]
-    return tuple(  # type: ignore[return-value]
+    forward, backward = (
         hardware.kernel_seconds + times * flops / rate
         for times, rate in zip((1.0, ATTENTION_BACKWARD), rates, strict=True)
     )
+    return forward, backward
 
 
 def library_seconds(collective: str, sent: float, hardware: Hardware, t: int) -> float:

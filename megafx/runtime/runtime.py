@@ -1,8 +1,7 @@
 """The layer between a user's calls and compiled graphs.
 
 `Runtime.call` finds or compiles the graph of a call, runs it under one autograd.Function, and gives outputs back in the
-user's structure. benchmarks/host_overhead.py measures what this layer and bound_graph.py cost (at most 10 us a parameter and
-step).
+user's structure. benchmarks/host_overhead.py measures what this layer and bound_graph.py cost.
 """
 
 from __future__ import annotations

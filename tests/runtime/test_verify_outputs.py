@@ -202,7 +202,7 @@ class Normed(nn.Module):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own word on the old form
-            self.up = nn.utils.weight_norm(nn.Linear(6, 8))  # type: ignore[no-untyped-call]
+            self.up = nn.utils.weight_norm(nn.Linear(6, 8))  # type: ignore[no-untyped-call]  # torch's
         self.down, self.last = nn.utils.spectral_norm(nn.Linear(8, 6)), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def whole(model: nn.Module, weight: Any) -> None:
 def by_kernels_that_count_nothing(model: nn.Module, weight: Any) -> None:
     """An optimizer of one's own, with the usual zero_grad()."""
     local = getattr(weight, "_local_tensor", weight)
-    torch.from_numpy(local.detach().numpy())[...] *= 1.5  # type: ignore[index]
+    torch.from_numpy(local.detach().numpy())[...] *= 1.5  # type: ignore[index]  # a tensor of one dim or more
     model.zero_grad()
 
 

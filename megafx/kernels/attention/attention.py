@@ -226,7 +226,7 @@ def _operand_dims(call: OpCall, e: str, f: str) -> str:
 
 def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
     by_place = call.get("causal") or call.get("window")
-    of_axis = str(call.get("axis")).endswith(CONTEXT_AXIS)  # the op is told which queries a rank of it has
+    of_axis = str(call.get("axis")).endswith(CONTEXT_AXIS)  # an argument of the op says which queries a rank has
     whole = of_axis and call.get("hidden") and any(_is_boolean_padding(call.get(name)) for name in ("mask", "key_mask"))
     if not by_place or (of_axis and not whole):
         return RuleText(text, partials=partials)
