@@ -76,9 +76,7 @@ def test_gradients_of_gradients_of_a_call_that_writes_much_are_refused_and_the_a
     model = megafx.parallelize(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double())
     x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
     loss = model(x).square().mean()
-    with pytest.raises(
-        UsageError, match=r"no copy is kept \(more than 15 B: '1.running_mean' first\)[^`]*model.eval\(\)"
-    ):
+    with pytest.raises(UsageError, match=r"no copy is kept \(more than 15 B: '1.running_mean', [^`]*model.eval\(\)"):
         torch.autograd.grad(loss, x, create_graph=True)
     model.eval()
     torch.autograd.grad(model(x).square().mean(), x, create_graph=True)[0].sum().backward()
