@@ -61,7 +61,7 @@ class Config:
         "ddp", "'ddp': every group holds all parameters; 'zero1', 'fsdp': a shard of them (docs/data_parallel.md)"
     )
     data_parallel_shard_size: int | None = _option(
-        None, "number of groups that hold one copy of sharded parameters together; None: all of them", least=2
+        None, "number of groups that hold one copy of sharded parameters together; None: all of them", least=1
     )
     data_parallel_loss: Literal["batch", "average"] = _option(
         "batch",
@@ -260,6 +260,8 @@ class Config:
         size, shard = self.data_parallel_size, self.data_parallel_shard_size
         if shard is not None and self.data_parallel == "ddp":
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
+        if shard == 1 and self.context_parallel_size == 1:
+            raise _error("data_parallel_shard_size", shard, "at least 2 without context-parallel ranks that hold a copy")
         if shard is not None and size is not None and size % shard:
             raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
         if self.hardware is not None and not isinstance(self.hardware, str):

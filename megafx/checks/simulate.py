@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -291,23 +291,17 @@ def local_inputs(
     """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1.
 
     data: values are of the whole batch, of which each of data.ranks groups of t ranks takes its part; or of one rank's, where
-    losses are its own.
+    losses are its own. Ranks that cut the sequence of a part are given the same.
     """
-    if data is not None and data.context > 1:  # ranks of the sequence are given the same
-        once, c = local_inputs(program, values, placements, t, replace(data, context=1)), data.context
-        groups = [once[k : k + t] for k in range(0, len(once), t) for _ in range(c)]
-        return [[x.clone() if isinstance(x, Tensor) else x for x in rank] for ranks in groups for rank in ranks]
     if data is not None:
         inputs = []
-        for part in range(data.ranks):
-            given = local_inputs(program, _part(program, values, part, data.ranks), placements, t)
-            for rank, mine in enumerate(given if _gathers(program) else ()):
-                for i, spec in enumerate(program.inputs):
-                    if spec.kind == "param":
-                        placement, n = _stored(spec.name, values, placements, t, data)
-                        member = part % data.shard_ranks * t + rank
-                        mine[i] = shard_tensor(values[spec.name], placement, member, n).clone()
-            inputs += given
+        for part in (part for part in range(data.ranks) for _ in range(data.context)):
+            inputs += local_inputs(program, _part(program, values, part, data.ranks), placements, t)
+        for rank, mine in enumerate(inputs if _gathers(program) else ()):
+            for i, spec in enumerate(program.inputs):
+                if spec.kind == "param":
+                    placement, n = _stored(spec.name, values, placements, t, data)
+                    mine[i] = shard_tensor(values[spec.name], placement, rank % n, n).clone()
         return inputs
     per_rank: list[list[Any]] = [[] for _ in range(t)]
     for node, spec in program.input_nodes():
@@ -336,7 +330,7 @@ def _stored(
     name: str, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, data: DataAxis
 ) -> tuple[Placement, int]:
     """How the ranks of one copy hold a parameter together, and how many they are."""
-    return nested(placements.get(name, I), values[name].shape, t, data.shard_ranks), data.shard_ranks * t
+    return nested(placements.get(name, I), values[name].shape, t, data.sharing), data.sharing * t
 
 
 def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
@@ -384,11 +378,31 @@ def logical_of(
         return _of_tensor_ranks(program, results, inputs[0], placements, t)
     batch = program.batch
     assert batch is not None
-    if data.context > 1:
-        return _of_the_sequence(program, results, inputs, values, placements, t, data)
     in_shards = _gathers(program) and batch.reduced
+    put = _of_the_sequence if data.context > 1 else _of_the_batch
+    found = put(program, results, inputs, placements, t, data, "gradient" if in_shards else "")
+    for i, output in enumerate(program.outputs if in_shards else ()):
+        if output.kind == "gradient":
+            placement, n = _stored(output.name, values, placements, t, data)
+            copies = [[r[i] for r in results[k : k + n]] for k in range(0, len(results), n)]
+            made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
+            found.gradients[output.name] = made[0]
+            if made[0] is not None:
+                _check_same(made, f"the gradient of '{output.name}'", "of all data-parallel ranks")
+    if batch.whole and not batch.summed:  # the average is to be compared with the sum
+        found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
+    return found
+
+
+def _of_the_batch(
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]],
+    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: str,
+) -> Logical:  # fmt: skip
+    """`logical_of` data-parallel ranks, without outputs of kind `skipped`: outputs are of their parts of the batch."""
+    batch = program.batch
+    assert batch is not None
     each = [
-        _of_tensor_ranks(program, results[k : k + t], inputs[k], placements, t, "gradient" if in_shards else "")
+        _of_tensor_ranks(program, results[k : k + t], inputs[k], placements, t, skipped)
         for k in range(0, len(results), t)
     ]
     found = each[0]
@@ -400,28 +414,19 @@ def logical_of(
             found.outputs[output.name] = torch.cat(parts, placement.dim)
         elif batch.whole:
             _check_same(parts, f"output '{output.name}'", "whole")
-    for i, output in enumerate(program.outputs):
-        if output.kind != "gradient":
-            continue
-        if in_shards:
-            placement, n = _stored(output.name, values, placements, t, data)
-            copies = [[r[i] for r in results[k : k + n]] for k in range(0, len(results), n)]
-            made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
-        else:
-            made = [one.gradients[output.name] for one in each]
+    for name in found.gradients:
+        made: list[Any] = [one.gradients[name] for one in each]
         if made[0] is not None and batch.reduced:
-            _check_same(made, f"the gradient of '{output.name}'", "of all data-parallel ranks")
+            _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
         elif made[0] is not None:
             made = [torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)]
-        found.gradients[output.name] = made[0]
-    if batch.whole and not batch.summed:  # the average is to be compared with the sum
-        found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
+        found.gradients[name] = made[0]
     return found
 
 
 def _of_the_sequence(
-    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]], values: Mapping[str, Any],
-    placements: Mapping[str, Placement], t: int, data: DataAxis,
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]],
+    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: str,
 ) -> Logical:  # fmt: skip
     """`logical_of` context-parallel ranks: outputs are the same on each, gradients summands until they are reduced."""
     c, parts = data.context, range(0, len(results), t)
@@ -429,7 +434,7 @@ def _of_the_sequence(
     for at in range(c):
         members = [k + rank for k in parts if k // t % c == at for rank in range(t)]
         own, given = [results[k] for k in members], [inputs[k] for k in members]
-        each.append(logical_of(program, own, given, values, placements, t, replace(data, context=1)))
+        each.append(_of_the_batch(program, own, given, placements, t, data, skipped))
     found, last = each[0], "on context-parallel ranks"
     for what, name in (("output", "outputs"), ("buffer", "mutations")):
         for of, value in getattr(found, name).items():

@@ -26,7 +26,6 @@ from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import (
     BATCH_AXIS,
     CONTEXT_AXIS,
-    COPY_AXIS,
     DDP,
     GRADIENT_AXIS,
     REPLICA_AXIS,
@@ -201,27 +200,29 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     elif config.data_parallel_shard_size not in (None, shard):
         found = f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy"
         raise AgreementError(found, fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'")
-    every = [*names, CONTEXT_AXIS] if config.context_parallel_size > 1 else names
+    context = config.context_parallel_size
+    sequence = [CONTEXT_AXIS] if context > 1 else []
+    every = [*names, *sequence]
+    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20, context)
     batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS) if names else None
     everyone = mesh[(*every, TENSOR_AXIS)]._flatten("_".join((*every, TENSOR_AXIS)))
     axes = {BATCH_AXIS: AxisContext(0, 1) if batch is None else _context(batch)}
     sharing, calls = batch, None
-    if every != names:
+    if sequence:
         sharing = mesh[tuple(every)]._flatten(GRADIENT_AXIS)
         axes |= {CONTEXT_AXIS: _context(mesh[CONTEXT_AXIS]), GRADIENT_AXIS: _context(sharing)}
         calls = mesh[(CONTEXT_AXIS, TENSOR_AXIS)]._flatten("cp_tp").get_group()
     assert sharing is not None
     shards = None
-    if shard > 1:
-        assert batch is not None
-        axes[SHARD_AXIS] = _context(mesh[SHARD_AXIS] if SHARD_AXIS in names else batch)
-        both = (SHARD_AXIS if SHARD_AXIS in names else names[0], TENSOR_AXIS)
-        shards = mesh[both]._flatten(COPY_AXIS)
-        axes[COPY_AXIS] = _context(shards)
+    if data.sharded:
+        holders = [*([SHARD_AXIS] if SHARD_AXIS in names else names), *sequence]
+        axes[data.shard_axis] = _context(
+            mesh[holders[0]] if len(holders) == 1 else mesh[tuple(holders)]._flatten(data.shard_axis)
+        )
+        shards = mesh[(*holders, TENSOR_AXIS)]._flatten(data.copy_axis)
+        axes[data.copy_axis] = _context(shards)
         if REPLICA_AXIS in names:
             axes[REPLICA_AXIS] = _context(mesh[REPLICA_AXIS])
-    bucket, context = config.data_parallel_bucket_mib * 2**20, config.context_parallel_size
-    data = DataAxis(ranks, config.data_parallel, shard, bucket, context)
     return Meshes(tensor, data, axes, sharing.get_group(), everyone.get_group(), calls, shards)
 
 

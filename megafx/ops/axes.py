@@ -29,7 +29,9 @@ class Mesh:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         places = [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
-        joined = {axis: parts for axis, parts in JOINED.items() if axis not in sizes and {*parts} <= sizes.keys()}
+        joined = {
+            axis: parts for axis, parts in JOINED.items() if axis not in sizes and len(sizes.keys() & {*parts}) > 1
+        }
         self.ranks: list[dict[str, AxisContext]] = [{} for _ in places]
         self.groups: dict[str, list[list[int]]] = {}
         for axis, parts in {**{name: (name,) for name in sizes}, **joined}.items():

@@ -7,6 +7,9 @@
 
 With `shard_ranks` less than `ranks`, shards are of that many ranks, and groups of them hold copies (HSDP): gradients are
 reduce-scattered within a group and all-reduced between groups.
+
+Ranks that cut the sequence of one part of the batch share parameters too: a copy is held by `shard_ranks` groups of `context`
+ranks. (So does torchtitan, whose axis `dp_shard_cp` this is.)
 """
 
 from __future__ import annotations
@@ -17,24 +20,28 @@ from megafx.config import Config
 from megafx.placements.types import Layout
 
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
-# and those that share a copy together with their tensor-parallel ranks. JOINED: what the first and the last are made of. An op
-# that draws for rows of the batch names its axis as 'dp+tp'.
+# and those that share a copy together with their tensor-parallel ranks. JOINED: what some are made of. An op that draws for
+# rows of the batch names its axis as 'dp+tp'.
 TENSOR_AXIS, CONTEXT_AXIS = "tp", "cp"
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
-GRADIENT_AXIS = "dp_cp"  # all ranks that have summands of a gradient, where they hold whole parameters
-DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS, GRADIENT_AXIS)
+# The same with ranks that cut a sequence: all that have summands of a gradient; those that share a copy.
+GRADIENT_AXIS, CONTEXT_SHARD_AXIS, CONTEXT_COPY_AXIS = "dp_cp", "dp_shard_cp", "dp_shard_cp_tp"
 JOINED = {
     BATCH_AXIS: (REPLICA_AXIS, SHARD_AXIS),
     COPY_AXIS: (SHARD_AXIS, TENSOR_AXIS),
-    GRADIENT_AXIS: (BATCH_AXIS, CONTEXT_AXIS),
+    GRADIENT_AXIS: (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS, CONTEXT_AXIS),
+    CONTEXT_SHARD_AXIS: (SHARD_AXIS, CONTEXT_AXIS),
+    CONTEXT_COPY_AXIS: (SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
 }
+DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 
 
 @dataclass(frozen=True)
 class DataAxis:
-    """form: DDP, ZERO1 or FSDP. bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut
-    the sequence of each part of the batch; their gradients are summed with those of the others."""
+    """form: DDP, ZERO1 or FSDP. shard_ranks: of `ranks`, those that hold one copy of the parameters; 1 with DDP.
+    bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut the sequence of each part of
+    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them."""
 
     ranks: int
     form: str = DDP
@@ -65,9 +72,24 @@ class DataAxis:
         )
 
     @property
+    def sharing(self) -> int:
+        """Ranks that hold one copy of the parameters, tensor-parallel ones not counted."""
+        return 1 if self.form == DDP else self.shard_ranks * self.context
+
+    @property
     def sharded(self) -> bool:
         """Whether a rank holds less than whole parameters."""
-        return self.shard_ranks > 1
+        return self.sharing > 1
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis of the ranks that hold one copy."""
+        return SHARD_AXIS if self.context == 1 else CONTEXT_SHARD_AXIS
+
+    @property
+    def copy_axis(self) -> str:
+        """The axis of these with their tensor-parallel ranks."""
+        return COPY_AXIS if self.context == 1 else CONTEXT_COPY_AXIS
 
     @property
     def replicas(self) -> int:
@@ -82,5 +104,5 @@ def rows_of(length: int, data: DataAxis, t: int, cut: bool) -> tuple[bool, int, 
     cut: tensor-parallel ranks hold shards; else they hold the same rows, and share them too.
     """
     alone = cut or t == 1
-    ranks = data.shard_ranks * (1 if alone else t)
+    ranks = data.sharing * (1 if alone else t)
     return alone, ranks, Layout.contiguous(length, ranks)

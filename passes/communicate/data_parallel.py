@@ -31,10 +31,8 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import (
     BATCH_AXIS,
-    CONTEXT_AXIS,
     GRADIENT_AXIS,
     REPLICA_AXIS,
-    SHARD_AXIS,
     TENSOR_AXIS,
     DataAxis,
     rows_of,
@@ -164,8 +162,8 @@ class _Adder:
 
     def _scattered(self, bucket: list[_Gradients]) -> list[fx.Node]:
         """This rank's rows of what the gradients of the bucket are over all ranks."""
-        where, ranks = bucket[-1].base.next, self.data.shard_ranks
-        ops = NodeOps(self.program, where, self.sizes, SHARD_AXIS, NAME)
+        where, ranks = bucket[-1].base.next, self.data.sharing
+        ops = NodeOps(self.program, where, self.sizes, self.data.shard_axis, NAME)
         parts, shapes = [], []
         for gradients in bucket:
             ops.build.origin = gradients.base
@@ -178,10 +176,8 @@ class _Adder:
         length = sum(math.prod(shape) for shape in shapes)
         total = ops.reduce_scatter(ops.view(joined, [ranks * length]), ranks)
         self.count += 1
-        for axis, n in ((REPLICA_AXIS, self.data.replicas), (CONTEXT_AXIS, self.data.context)):
-            if n == 1:
-                continue
-            between = NodeOps(self.program, where, self.sizes, axis, NAME)
+        if self.data.replicas > 1:
+            between = NodeOps(self.program, where, self.sizes, REPLICA_AXIS, NAME)
             between.build.origin = bucket[-1].base
             total = between.all_reduce(total)
             ops.emitted += between.emitted
@@ -201,9 +197,9 @@ class _Adder:
         ops = NodeOps(self.program, where, self.sizes, TENSOR_AXIS, NAME)
         ops.build.origin = node
         stacked: fx.Node = to_stacked(ops.contiguous(node), 0, layout.flat(), ranks, ops)
-        if ranks != self.data.shard_ranks:  # this tensor-parallel rank's rows of each
+        if ranks != self.data.sharing:  # this tensor-parallel rank's rows of each
             shape = [*ops.shape(stacked)]
-            split = ops.view(ops.contiguous(stacked), [self.data.shard_ranks, self.t, *shape[1:]])
+            split = ops.view(ops.contiguous(stacked), [self.data.sharing, self.t, *shape[1:]])
             order = [1, 0, *range(2, len(shape) + 1)]
             stacked = ops.rank_select(ops.contiguous(ops.call(aten.permute.default, split, order)))
         for made in ops.emitted:

@@ -34,7 +34,7 @@ from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import PHASE, PLACEMENT, RECOMPUTE, VAL, Builder, Phase, Program, fqn_of
 from megafx.ops.gather_region import starts
 from megafx.passes.communicate.emit import of_many_modules
-from megafx.placements.data_axis import COPY_AXIS, FSDP, SHARD_AXIS, DataAxis, rows_of
+from megafx.placements.data_axis import FSDP, DataAxis, rows_of
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 
@@ -128,7 +128,7 @@ def _keep_rows(program: Program, param: _Parameter, data: DataAxis, t: int) -> N
     """The parameter becomes this rank's rows."""
     node = param.node
     alone, param.ranks, layout = rows_of(int(param.shape[0]), data, t, param.cut)
-    param.axis = SHARD_AXIS if alone else COPY_AXIS
+    param.axis = data.shard_axis if alone else data.copy_axis
     param.placement = node.meta.pop(PLACEMENT, None)
     with program.fake_mode:
         node.meta[VAL] = node.meta[VAL].new_empty([layout.local_size(param.ranks), *param.shape[1:]])

@@ -55,6 +55,8 @@ def a_call(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
         ({"cp": 4}, 3, {}),  # one rank has padding alone
         ({"cp": 2, "tp": 2}, 7, {"sequence_parallel": True}),
         ({"dp": 2, "cp": 2, "tp": 2}, 5, {"data_parallel": "fsdp"}),
+        ({"cp": 3}, 7, {"data_parallel": "fsdp"}),
+        ({"dp": 4, "cp": 2}, 5, {"data_parallel": "zero1", "data_parallel_shard_size": 2}),
     ],
 )
 def test_all_ranks_compute_what_one_process_does(mesh, length, options):

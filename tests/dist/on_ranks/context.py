@@ -1,5 +1,6 @@
 """Context parallelism on real gloo ranks: steps of a stock optimizer with clipping are those of one process on the whole
-sequences, in fp64 and with dropout; no_sync, evaluation, generation with a cache, a checkpoint that goes on; batches that differ.
+sequences, in fp64 and with dropout, also with sharded parameters; no_sync, evaluation, generation with a cache, a checkpoint that
+goes on at another degree; batches that differ.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import check, near, same_tensors
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import megafx
@@ -63,14 +65,20 @@ def stepped(model: nn.Module, calls: list[tuple[Tensor, Tensor]], p: float) -> l
     return found
 
 
-def trains_like_one_process(options: dict[str, Any], p: float) -> None:
+def trains_like_one_process(options: dict[str, Any], p: float, mesh: DeviceMesh | None = None) -> None:
     dp, group = options.get("data_parallel_size", 1), dist.get_world_size() // options.get("data_parallel_size", 1)
-    model = megafx.parallelize(start(p), megafx.Config(**options))
+    model = megafx.parallelize(start(p), megafx.Config(**options), mesh=mesh)
     calls = [batch(step) for step in range(3)]
-    mine = [(ids.chunk(dp)[dist.get_rank() // group], labels.chunk(dp)[dist.get_rank() // group]) for ids, labels in calls]
+    mine = [
+        (ids.chunk(dp)[dist.get_rank() // group], labels.chunk(dp)[dist.get_rank() // group]) for ids, labels in calls
+    ]
     found, state = stepped(model, mine, p), megafx.full_state_dict(model)
     if dist.get_rank() == 0:  # with dropout: megafx on one rank, whose masks are those of all numbers of ranks
-        one = start(p) if p == 0.0 else megafx.parallelize(start(p), megafx.Config(tensor_model_parallel_size=1, cache=False))
+        one = (
+            start(p)
+            if p == 0.0
+            else megafx.parallelize(start(p), megafx.Config(tensor_model_parallel_size=1, cache=False))
+        )
         for ours, wanted in zip(found, stepped(one, calls, p), strict=True):
             near(ours, wanted, "a loss or a norm")
         same_tensors(state, dict(one.state_dict()), "after three steps:")
@@ -85,7 +93,20 @@ def steps_are_those_of_one_process() -> None:
 @check(4, slow=True)
 def beside_other_axes() -> None:
     trains_like_one_process({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, 0.0)
-    trains_like_one_process(CP | {"data_parallel_size": 2, "data_parallel": "fsdp"}, 0.3)
+    sizes = CP | {"data_parallel_size": 2}
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
+    trains_like_one_process(sizes | {"data_parallel": "fsdp"}, 0.3, mesh)
+    trains_like_one_process(sizes | {"data_parallel": "zero1", "data_parallel_shard_size": 1}, 0.0)
+
+
+@check(2)
+def ranks_of_a_sequence_share_parameters() -> None:
+    for form in ("fsdp", "zero1"):
+        trains_like_one_process(CP | {"data_parallel": form}, 0.3)
+    model = megafx.parallelize(start(), megafx.Config(**CP, data_parallel="fsdp"))
+    model(*batch(0)).backward()
+    held = [p.to_local().numel() for p in model.parameters()]
+    assert sum(held) <= sum(p.numel() for p in model.parameters()) / 2 + 6 * len(held)
 
 
 @check(2)
@@ -100,10 +121,18 @@ def micro_batches_evaluation_and_a_checkpoint(folder: Path) -> None:
     same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
-    megafx.save_checkpoint(folder / "cp", model, optimizer, step=1)
-    torch.manual_seed(1)
-    again = megafx.parallelize(Model(0.0).double(), megafx.Config(**CP))
-    assert megafx.load_checkpoint(folder / "cp", again, torch.optim.AdamW(again.parameters())).step == 1
+    for number, options in enumerate((CP | {"data_parallel": "fsdp"}, {"tensor_model_parallel_size": 2}, CP)):
+        megafx.save_checkpoint(folder / str(number), model, optimizer, step=1)
+        torch.manual_seed(1)
+        again = megafx.parallelize(Model(0.0).double(), megafx.Config(**options))
+        steps = torch.optim.AdamW(again.parameters())
+        assert megafx.load_checkpoint(folder / str(number), again, steps).step == 1
+        for each, stepping in ((model, optimizer), (again, steps)):
+            stepping.zero_grad()
+            each(*batch(2 + number)).backward()
+            stepping.step()
+        same_tensors(megafx.full_state_dict(again), megafx.full_state_dict(model), f"with {options}:")
+        model, optimizer = again, steps
     with torch.no_grad():
         logits = model.eval()(batch(2)[0])
         same_tensors({"logits": again.eval()(batch(2)[0])}, {"logits": logits}, "after loading:")
