@@ -35,7 +35,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention")
     parser.add_argument("--batch", type=int, default=4, help="rows of a step and of each data-parallel rank")
     parser.add_argument("--eval-rows", type=int, default=10, help="in batches of 3 for each data-parallel rank")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks; the others are tensor-parallel")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks; the others are tensor-parallel")
     parser.add_argument("--data-parallel", choices=("ddp", "zero1", "fsdp"), default="ddp", help="what they shard")
     parser.add_argument("--eager", action="store_true", help="do not parallelize: the plain Trainer, to compare with")
     return parser.parse_args()
@@ -80,7 +81,10 @@ def main() -> None:
         allow_cpu()
     model = small_llama(attention_dropout=args.dropout).to(device)
     if not args.eager:
-        model = megafx.parallelize(model, megafx.Config(data_parallel_size=args.dp, data_parallel=args.data_parallel))
+        config = megafx.Config(
+            data_parallel_size=args.dp, data_parallel=args.data_parallel, context_parallel_size=args.cp
+        )
+        model = megafx.parallelize(model, config)
     training = TrainingArguments(
         output_dir=args.output,
         per_device_train_batch_size=args.batch,

@@ -261,7 +261,9 @@ class Config:
         if shard is not None and self.data_parallel == "ddp":
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
         if shard == 1 and self.context_parallel_size == 1:
-            raise _error("data_parallel_shard_size", shard, "at least 2 without context-parallel ranks that hold a copy")
+            raise _error(
+                "data_parallel_shard_size", shard, "at least 2 without context-parallel ranks that hold a copy"
+            )
         if shard is not None and size is not None and size % shard:
             raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
         if self.hardware is not None and not isinstance(self.hardware, str):

@@ -26,9 +26,9 @@ OTHER_BATCHES = (
     "rank left out"
 )
 SAME_BATCH = (
-    "give every rank of a tensor-parallel group the same batch: DistributedSampler(num_replicas=, rank=) by data-parallel "
-    "rank, one seed for shuffling, or megafx.broadcast_data. (A PipelineStage needs input_args= and output_args=: else it "
-    "probes with tensors of no value.)"
+    "give every rank of a tensor- or context-parallel group the same batch: DistributedSampler(num_replicas=, rank=) by "
+    "data-parallel rank, one seed for shuffling, or megafx.broadcast_data. (A PipelineStage needs input_args= and "
+    "output_args=: else it probes with tensors of no value.)"
 )
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
 

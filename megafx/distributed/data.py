@@ -2,6 +2,8 @@
 
 batch = megafx.broadcast_data(batch, mesh)    # rank 0 of each group reads; what the other ranks pass is ignored
 megafx.check_data(batch, mesh)                # the same within a group, another in every data-parallel replica
+
+A group of a mesh that has a dim 'cp' is of all context- and tensor-parallel ranks of one part of the batch.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.distributed.agreement import broadcast_object, check_inputs, gather_objects, tensor_hash
-from megafx.distributed.mesh import TENSOR_AXIS, tensor_mesh
+from megafx.distributed.mesh import ranks_alike
 from megafx.errors import AgreementError
+from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 
-_FIX = "give the ranks of a tensor-parallel group one batch (broadcast_data), and shard data by data-parallel rank only"
+_FIX = "give the ranks of a tensor- or context-parallel group one batch (broadcast_data), shard data by data-parallel rank only"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
             problem = error  # the other groups get it before it is raised
     mine = [(tuple(x.shape), str(x.dtype), int(tensor_hash(x))) for _, x in named]
     for name in (mesh.mesh_dim_names or ()) if mesh is not None else ():
-        if name == TENSOR_AXIS or mesh is None:
+        if name in (CONTEXT_AXIS, TENSOR_AXIS) or mesh is None:
             continue
         rows = gather_objects((mine, None if problem is None else problem.found), mesh[name].get_group())
         for a, (theirs, found) in enumerate(rows):
@@ -102,11 +105,11 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
 
 
 def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The tensor-parallel group; None: this rank alone."""
+    """The ranks that are given the same batch; None: this rank alone."""
     if mesh is None:
         return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    axis = tensor_mesh(mesh)
-    return axis.get_group() if axis.size() > 1 else None
+    alike = ranks_alike(mesh)
+    return alike.get_group() if alike.size() > 1 else None
 
 
 def _named(value: Any, name: str) -> list[tuple[str, Any]]:

@@ -193,6 +193,17 @@ def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:
     return mesh
 
 
+def ranks_alike(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh that are given the same batches, 1-d: tensor-parallel ranks, those of one sequence together.
+
+    Raises AgreementError where no dim is tensor-parallel.
+    """
+    tensor = tensor_mesh(mesh)
+    if CONTEXT_AXIS not in (mesh.mesh_dim_names or ()):
+        return tensor
+    return mesh[(CONTEXT_AXIS, TENSOR_AXIS)]._flatten("cp_tp")
+
+
 def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list[str], ranks: int) -> Meshes:
     shard = mesh[SHARD_AXIS].size() if SHARD_AXIS in names else ranks
     if config.data_parallel == DDP:
@@ -211,7 +222,7 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     if sequence:
         sharing = mesh[tuple(every)]._flatten(GRADIENT_AXIS)
         axes |= {CONTEXT_AXIS: _context(mesh[CONTEXT_AXIS]), GRADIENT_AXIS: _context(sharing)}
-        calls = mesh[(CONTEXT_AXIS, TENSOR_AXIS)]._flatten("cp_tp").get_group()
+        calls = ranks_alike(mesh).get_group()
     assert sharing is not None
     shards = None
     if data.sharded:

@@ -252,12 +252,15 @@ def _install(runtime: Runtime) -> None:
     runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
     model.__class__ = parallel_class(runtime.original)
-    announce(model, runtime.t, 1 if data is None else data.ranks)
+    alike, replicas = (1, 1) if data is None else (data.context, data.ranks)
+    announce(model, runtime.t * alike, replicas)
     runtime.parameters_changed()
 
 
 def announce(model: nn.Module, t: int, replicas: int) -> None:
     """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches.
+
+    t: the ranks that are given the same batches, which is what they know tensor-parallel ranks for.
 
     They read attributes of any model, not of transformers' own alone: `tp_size`, `_tp_size`, that the model owns its placement
     (`Parallel.is_distributed_loading_by_transformers`), and the other sizes in `config.distributed_config`.

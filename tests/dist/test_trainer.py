@@ -116,6 +116,14 @@ def test_trainer_with_data_parallel_ranks(ranks: int, form: str, tmp_path: Path)
     assert column(again, "loss") == pytest.approx(column(found, "loss"), rel=1e-5)
 
 
+def test_trainer_with_ranks_that_cut_sequences(tmp_path: Path) -> None:
+    options = ("--steps", "4", "--eval-rows", "12")
+    eager = run("hf_trainer.py", 1, "--eager", "--output", str(tmp_path / "eager"), *options)
+    found = run("hf_trainer.py", 2, "--cp", "2", "--data-parallel", "fsdp", "--output", str(tmp_path / "two"), *options)
+    for name in ("loss", "grad_norm"):
+        assert len(column(found, name)) == 4 and column(found, name) == pytest.approx(column(eager, name), rel=1e-5), name
+
+
 def test_trainer_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     """With dropout: on two ranks, and on one, as the run that did not stop."""
     options = ("--steps", "6", "--save-steps", "3", "--dropout", "0.1")

@@ -48,8 +48,12 @@ def assert_equal(found, wanted) -> None:
 
 @check(4)
 def a_batch_of_one_rank_on_its_group() -> None:
+    on_its_group(dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    on_its_group(dist.device_mesh.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp")))
+
+
+def on_its_group(mesh: dist.device_mesh.DeviceMesh) -> None:
     rank = dist.get_rank()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, reads = rank // 2, rank % 2 == 0
     for step, rows in enumerate((4, 7, 2, 9000, 9000, 1)):
         batch = a_batch(10 * step + replica, rows)

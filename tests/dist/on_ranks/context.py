@@ -1,6 +1,6 @@
 """Context parallelism on real gloo ranks: steps of a stock optimizer with clipping are those of one process on the whole
-sequences, in fp64 and with dropout, also with sharded parameters; no_sync, evaluation, generation with a cache, a checkpoint that
-goes on at another degree; batches that differ.
+sequences, in fp64 and with dropout, also with sharded parameters; no_sync, evaluation, generation with a cache, checkpoints that
+go on at other degrees; batches that differ.
 """
 
 from __future__ import annotations
