@@ -6,6 +6,7 @@ that the graph has. What a pattern makes can be part of another: the sweep is re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -128,12 +129,9 @@ class _Run:
         dtypes = list(dict.fromkeys(floats))  # in order of appearance
         found: dict[Any, Trace] = {}
         for pattern in patterns:
-            for variant in variants_of(pattern):
-                chosen = dict(variant.values)
-                if not have.issuperset(needs_of(pattern, chosen)):
+            for variant, needs, free in _forms(pattern):
+                if not have.issuperset(needs):
                     continue
-                specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
-                free = sorted({s.dtype for s in specs if s.free_dtype})
                 choices = [dict(zip(free, c, strict=True)) for c in itertools.product(dtypes, repeat=len(free))]
                 for trace in self._of_dtypes(pattern, variant, choices):
                     found.setdefault((pattern, trace.key), trace)
@@ -231,6 +229,17 @@ class _Run:
         rank = trace.size + refusal.matched if refusal.whole else refusal.matched
         if before is None or rank > before[1]:
             self.refusals[key] = (refusal, rank)
+
+
+@functools.cache
+def _forms(pattern: type[Pattern]) -> list[tuple[Variant, tuple[str, ...], list[str]]]:
+    """(variant, names of ops that it needs, letters that stand for a dtype) of each variant."""
+    found = []
+    for variant in variants_of(pattern):
+        chosen = dict(variant.values)
+        specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
+        found.append((variant, needs_of(pattern, chosen), sorted({s.dtype for s in specs if s.free_dtype})))
+    return found
 
 
 def _targets(node: fx.Node) -> Counter[Any]:
