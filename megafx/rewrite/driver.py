@@ -6,7 +6,6 @@ that the graph has. What a pattern makes can be part of another: the sweep is re
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -231,15 +230,18 @@ class _Run:
             self.refusals[key] = (refusal, rank)
 
 
-@functools.cache
+_read: dict[Any, list[tuple[Variant, tuple[str, ...], list[str]]]] = {}
+
+
 def _forms(pattern: type[Pattern]) -> list[tuple[Variant, tuple[str, ...], list[str]]]:
     """(variant, names of ops that it needs, letters that stand for a dtype) of each variant."""
-    found = []
-    for variant in variants_of(pattern):
-        chosen = dict(variant.values)
-        specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
-        found.append((variant, needs_of(pattern, chosen), sorted({s.dtype for s in specs if s.free_dtype})))
-    return found
+    if pattern not in _read:
+        found = _read[pattern] = []
+        for variant in variants_of(pattern):
+            chosen = dict(variant.values)
+            specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
+            found.append((variant, needs_of(pattern, chosen), sorted({s.dtype for s in specs if s.free_dtype})))
+    return _read[pattern]
 
 
 def _targets(node: fx.Node) -> Counter[Any]:
