@@ -230,7 +230,7 @@ def verify(
     ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
     mesh: sizes of the axes of simulated ranks, {"dp": 2, "cp": 2, "tp": 2}, in place of the config's: data-parallel ranks have
     parts of the batch, and hold parameters as config.data_parallel says; context-parallel ranks cut the sequence. Without it,
-    ranks are tensor-parallel, and context-parallel where the config says so.
+    ranks are tensor-parallel, and context-parallel where the config says so. With fp8 all ranks must be tensor-parallel.
     """
     data = None if config is None or config.context_parallel_size == 1 else DataAxis.of(config)
     if mesh is not None:
@@ -238,6 +238,11 @@ def verify(
         data = DataAxis.of(config)
         if on_ranks:
             raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
+    if data is not None and config is not None and config.fp8 is not None and not types:
+        raise UsageError(
+            "with fp8, data- and context-parallel ranks scale by the rows that they have, so they round otherwise than one rank",
+            fix="verify tensor-parallel ranks with fp8 (mesh={'tp': 2}), and this mesh with Config(fp8=None)",
+        )
     if types:
         return types_of_call(ExampleCall.of(model, config, example_inputs, loss_fn, runs=True), data)
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=True, draw=True)

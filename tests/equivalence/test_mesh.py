@@ -117,3 +117,9 @@ def test_what_no_mesh_can_run_is_refused():
         megafx.verify(Block(), config, example_inputs=a_call(), mesh={"dp": 2})
     with pytest.raises(UsageError, match="simulated ranks"):
         megafx.verify(Block(), example_inputs=a_call(), mesh={"dp": 2}, on_ranks=True)
+    rounded = Config(fp8="e4m3", first_last_layers_bf16=False)
+    for mesh in ({"dp": 2, "tp": 2}, {"cp": 2}):
+        with pytest.raises(UsageError, match=r"scale by the rows.*\n.*\(mesh=\{'tp': 2\}\), and this mesh with"):
+            megafx.verify(Block(), rounded, example_inputs=a_call(), mesh=mesh)
+    for config, mesh in ((rounded, {"tp": 2}), (rounded.replace(fp8=None), {"dp": 2, "tp": 2})):
+        assert megafx.verify(Block(), config, example_inputs=a_call(), mesh=mesh, tolerance=1e-4)
