@@ -240,7 +240,7 @@ def verify(
             raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
     if data is not None and config is not None and config.fp8 is not None and not types:
         raise UsageError(
-            "with fp8, data- and context-parallel ranks scale by the rows that they have, so they round otherwise than one rank",
+            "with fp8, data- and context-parallel ranks scale by the rows that they have, and round otherwise than one rank",
             fix="verify tensor-parallel ranks with fp8 (mesh={'tp': 2}), and this mesh with Config(fp8=None)",
         )
     if types:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from megafx.ir.nodes import shows_operand, storage_of
-from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
+from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Builder, Phase, Program
 from megafx.ops import embedding_of_rank, shared_heads
 from megafx.ops.axes import AxisContext
 from megafx.placements.moves import same_sizes
@@ -71,8 +71,13 @@ def _place(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
 
 
 def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-    x, axis = node.args
-    return x if axes[axis].rank == 0 else build(aten.zeros_like.default, x)  # type: ignore[index,return-value]
+    x: Any = node.args[0]
+    if axes[str(node.args[1])].rank == 0:
+        return x  # type: ignore[no-any-return]  # args are unions
+    zeros = build(aten.zeros_like.default, x)
+    if RECOMPUTE in x.meta:  # as on rank 0: else backward would gather fewer parameters here than there
+        zeros.meta[RECOMPUTE] = True
+    return zeros
 
 
 def _heads(compute: Any) -> Any:

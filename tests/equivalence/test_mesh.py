@@ -61,6 +61,33 @@ def test_all_ranks_of_a_mesh_compute_what_one_process_does(mesh, options, text):
     assert text in str(verdict) and len(verdict.gradients) == 8
 
 
+class Layer(nn.Module):
+    """The second half reads what the first one's bias is added to, so that backward recomputes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+        self.halves = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, half in zip(self.norms, self.halves, strict=True):
+            x = x + half(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_all_ranks_gather_the_same_parameters_in_backward(t):
+    """Also a bias that the first rank alone adds."""
+    torch.manual_seed(0)
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model = nn.Sequential(nn.Linear(3, 6), Layer(), Layer(), nn.Linear(6, 1)).double()
+    config, x = Config(data_parallel="fsdp", **options), torch.randn(4, 5, 3, dtype=torch.float64)
+    verdict = megafx.verify(
+        model, config, example_inputs=(x,), loss_fn=lambda y: y.square().mean(), mesh={"dp": 2, "tp": t}
+    )
+    assert verdict, str(verdict)
+
+
 def test_outputs_of_all_ranks_are_those_of_the_whole_batch():
     verdict = megafx.verify(Block().double(), example_inputs=a_call(6, False), mesh={"dp": 3, "tp": 2}, tolerance=1e-10)
     assert verdict, str(verdict)
