@@ -49,7 +49,7 @@ def _fused(
             mask, hidden = mask.logical_not(), FILLED_NAN if fill == -math.inf else FILLED
         elif fill > -math.inf:
             hidden = FILLED
-    made: Tensor = ops.attention(q, k, v, mask, None, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:])
+    made: Tensor = ops.attention(q, k, v, mask, None, None, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:])
     return made
 
 
@@ -250,11 +250,15 @@ class AttentionOfGroups(_Groups):
 
     def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p, hidden):
         k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:])
+        return ops.attention(
+            q, k, v, mask, None, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
+        )
 
     def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, hidden):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:])
+        return ops.attention(
+            q, k, v, mask, None, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
+        )
 
 
 @register
@@ -297,7 +301,7 @@ class AttentionOfScaledQuery(_Attention):
     def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q * inner if by == "mul" else q / inner
         q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
 
     def where(m):
         return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
@@ -305,4 +309,4 @@ class AttentionOfScaledQuery(_Attention):
     def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
         factor = scale * inner if by == "mul" else scale / inner
-        return ops.attention(q, k, v, mask, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])

@@ -7,7 +7,9 @@
     Sum          a Choice plus a tensor (a bias with a causal mask)
     Leaf         any other tensor; which dim of the value each of its dims is
 
-Conditions are trees of `le` (an Index is at most 0), boolean leaves, and, or, not. Dims count from the right (-1: keys, -2:
+Conditions are trees of `le` (an Index is at most 0), `same` (two views of one tensor of integers are equal: the documents of
+query and key), `order` (two views a, b of one tensor of integers and a number: a - b + number <= 0: places in a document),
+boolean leaves, and, or, not. Dims count from the right (-1: keys, -2:
 queries), so that broadcasting moves none.
 
 Everything is exact: the result of an op that is not understood is a Leaf. Numbers that are not in the graph but in buffers
@@ -56,7 +58,7 @@ class Leaf(NamedTuple):
 
 
 class Cond(NamedTuple):
-    """kind: 'true', 'le' (of an Index), 'leaf', 'not', 'and', 'or'."""
+    """kind: 'true', 'le' (of an Index), 'same' and 'order' (of two Leafs), 'leaf', 'not', 'and', 'or'."""
 
     kind: str
     of: tuple[Any, ...] = ()
@@ -92,6 +94,8 @@ def negated(c: Cond) -> Cond:
         return c.of[0]
     if c.kind == "le":  # not (x <= 0) is 1 - x <= 0 for integers
         return Cond("le", (Index((), 1).plus(c.of[0], -1),))
+    if c.kind == "order":
+        return Cond("order", (c.of[1], c.of[0], 1 - c.of[2]))
     return Cond("not", (c,))
 
 
@@ -404,12 +408,68 @@ def _compare(reader: MaskReader, node: fx.Node) -> Value | None:
     if isinstance(a, Choice) and number is not None:
         on, off = (getattr(operator, by)(x, number) for x in (a.on, a.off))
         return truth(a.where if on else negated(a.where)) if on != off else Choice(TRUE, on, on)
+    if by in ("eq", "ne") and isinstance(a, Leaf) and isinstance(b, Leaf) and a.node is b.node and a.dims != b.dims:
+        equal = Cond("same", (a, b))
+        return None if a.node.meta[VAL].is_floating_point() else truth(equal if by == "eq" else negated(equal))
     x, y = index_of(a), index_of(b)
     if x is None or y is None:
-        return None
+        return _order(reader, node, by)
     less, one = x.plus(y, -1), Index((), 1)
     wanted = {"le": less, "lt": less.plus(one), "ge": less.times(-1), "gt": less.times(-1).plus(one)}
     return truth(at_most_zero(wanted[by])) if by in wanted else None
+
+
+def _order(reader: MaskReader, node: fx.Node, by: str) -> Value | None:
+    """Two views of one tensor of integers, each plus a number, compared."""
+    x, y = (_counted(reader, operand) for operand in node.args[:2])
+    if x is None or y is None or x[0].node is not y[0].node or x[0].dims == y[0].dims:
+        return None
+    x, y, strict = (y, x, by == "gt") if by in ("ge", "gt") else (x, y, by == "lt")
+    return truth(Cond("order", (x[0], y[0], x[1] - y[1] + strict))) if by in ("le", "lt", "ge", "gt") else None
+
+
+def _counted(reader: MaskReader, node: Any) -> tuple[Leaf, int] | None:
+    """A view of a tensor of integers, plus a number."""
+    number = 0
+    while isinstance(node, fx.Node) and op_name(node) in ("add", "sub") and argument(node, "alpha", 1) == 1:
+        more = number_of(reader.operand(node.args[1]))
+        if not isinstance(more, int) or isinstance(more, bool):
+            return None
+        number += more if op_name(node) == "add" else -more
+        node = node.args[0]
+    leaf = reader.operand(node)
+    dtype = leaf.node.meta[VAL].dtype if isinstance(leaf, Leaf) else torch.bool
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return (leaf, number) if isinstance(leaf, Leaf) and whole else None
+
+
+def counts_runs(reader: MaskReader, node: fx.Node, places: fx.Node) -> bool:
+    """True if `node` counts where `places` [b, s] do not go on by one, as transformers finds packed sequences.
+
+    cumsum(diff(places, prepend=..) != 1): between two tokens of equal count places differ as positions do.
+    """
+
+    def made(value: Any, name: str) -> bool:
+        return isinstance(value, fx.Node) and value.op == "call_function" and op_name(value) == name
+
+    def last(value: fx.Node, dim: Any) -> bool:
+        return isinstance(dim, int) and dim % value.meta[VAL].dim() == value.meta[VAL].dim() - 1
+
+    if not made(node, "cumsum") or not last(node, node.args[1]):
+        return False
+    breaks: Any = node.args[0]
+    if not made(breaks, "ne") or number_of(reader.operand(breaks.args[1])) != 1 or not made(breaks.args[0], "diff"):
+        return False
+    steps: fx.Node = breaks.args[0]
+    leaf, sizes = reader.operand(steps.args[0]), reader.program.sizes
+    return (
+        isinstance(leaf, Leaf)
+        and leaf.node is places
+        and argument(steps, "n") == 1
+        and last(steps, argument(steps, "dim"))
+        and argument(steps, "append") is None
+        and sizes.shape(steps.meta[VAL]) == sizes.shape(steps.args[0].meta[VAL])  # type: ignore[union-attr]  # a node
+    )
 
 
 @_reads("bitwise_and.Tensor logical_and __and__.Tensor bitwise_or.Tensor logical_or __or__.Tensor")

@@ -1,4 +1,4 @@
-"""Which keys a mask of attention shows: causal, windows, padding, and what rows become that see none.
+"""Which keys a mask of attention shows: causal, windows, documents, padding, and what rows become that see none.
 
 read_visible(MaskReader(program), mask, visible=True, symmetric=True) -> Visible | None
 """
@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from megafx.analysis.masks import Choice, Cond, Index, Leaf, MaskReader, Sum, condition_of, conjuncts, hides
+from megafx.analysis.masks import (
+    Choice,
+    Cond,
+    Index,
+    Leaf,
+    MaskReader,
+    Sum,
+    condition_of,
+    conjuncts,
+    counts_runs,
+    hides,
+)
 from megafx.ir.nodes import op_name
 from megafx.ir.program import Program
 
@@ -19,14 +30,15 @@ from megafx.ir.program import Program
 class Visible:
     """What a mask lets be seen.
 
-    padding: (tensor, whether True is visible). fill: what hidden scores become, or have added. rest: tensors that are added.
-    exact: a row that sees no key has `fill` throughout. replaced: where `fill` hides, `rest` is not added. parts: conditions
-    that all hold where a key is seen.
+    padding: (tensor, whether True is visible). segments: ids of documents, whose queries see their own keys. fill: what
+    hidden scores become, or have added. rest: tensors that are added. exact: a row that sees no key has `fill` throughout.
+    replaced: where `fill` hides, `rest` is not added. parts: conditions that all hold where a key is seen.
     """
 
     causal: bool = False
     window: int = 0
     padding: list[tuple[Leaf, bool]] = field(default_factory=list)
+    segments: Leaf | None = None  # the view of the keys
     fill: float = -math.inf
     rest: tuple[Leaf, ...] = ()
     exact: bool = True
@@ -56,20 +68,28 @@ def read_visible(reader: MaskReader, mask: fx.Node, visible: bool, symmetric: bo
     if parts is None:
         return None
     seen.parts = tuple(parts)
-    return seen if _sorted(seen, symmetric) else None
+    return seen if _sorted(reader, seen, symmetric) else None
 
 
-def _sorted(seen: Visible, symmetric: bool) -> bool:
+def _sorted(reader: MaskReader, seen: Visible, symmetric: bool) -> bool:
     """Fill in causal, window and padding; False where a condition is none of them."""
     back, ahead = 0, 0  # keys before and after the query that are seen, plus one
-    for part in seen.parts:
+    for part in sorted(seen.parts, key=lambda part: part.kind == "order"):  # once segments are known
         if part.kind in ("leaf", "not"):
             leaf = (part if part.kind == "leaf" else part.of[0]).of[0]
             if not isinstance(leaf, Leaf) or any(d not in (None, -1, -4) for d in leaf.dims):
                 return False
             seen.padding.append((leaf, part.kind == "leaf"))
             continue
-        index: Index = part.of[0]
+        if part.kind == "same":
+            keys = _of_keys(*part.of)
+            if keys is None or seen.segments not in (None, keys):
+                return False
+            seen.segments = keys
+            continue
+        index = _by_place(reader, seen.segments, *part.of) if part.kind == "order" else part.of[0]
+        if index is None:
+            return False
         if index.terms == ((-2, -1), (-1, 1)):  # key - query + constant <= 0
             if index.constant > 0:
                 return False
@@ -85,6 +105,29 @@ def _sorted(seen: Visible, symmetric: bool) -> bool:
         return False
     seen.window = back
     return True
+
+
+def _of_keys(a: Leaf, b: Leaf) -> Leaf | None:
+    """Of two views of one tensor, the one along keys, where the other is the same along queries; else None."""
+    for queries, keys in ((a, b), (b, a)):
+        along = tuple(-2 if d == -1 else d for d in keys.dims)
+        if -1 in keys.dims and queries.dims == along and all(d in (None, -2, -4) for d in along):
+            return keys
+    return None
+
+
+def _by_place(reader: MaskReader, segments: Leaf | None, a: Leaf, b: Leaf, number: int) -> Index | None:
+    """a - b + number, of places in documents that `segments` counts, as positions: within a document they differ alike."""
+    keys = _of_keys(a, b)
+    if (
+        keys is None
+        or segments is None
+        or keys.dims != segments.dims
+        or not counts_runs(reader, segments.node, keys.node)
+    ):
+        return None
+    sign = 1 if keys is a else -1
+    return Index(((-2, -sign), (-1, sign)), number)
 
 
 LARGE = 5000.0  # numbers from here on may hide scores

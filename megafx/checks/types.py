@@ -383,9 +383,9 @@ def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
 
 
 def _check_queries(checker: _Checker, node: fx.Node) -> None:
-    """Attention that counts its queries (a causal mask, a window) must know which of them a rank has."""
+    """Attention that counts its queries (a causal mask, a window, segments) must know which of them a rank has."""
     declared, q = _declared(checker, node), argument(node, "q")
-    if not (argument(node, "causal") or argument(node, "window")):
+    if not any(argument(node, name) for name in ("causal", "window", "segments")):
         return
     if declared.is_shard and declared.dim == QUERIES:
         right = checker._is(q, declared)

@@ -1,12 +1,13 @@
-"""Masks of attention that are causal, windows or padding are said, not made: flags and a [b, t] tensor for a [s, t] one.
+"""Masks of attention that are causal, windows, documents or padding are not made: flags and [b, t] tensors for a [s, t] one.
 
 Before:  %c = le(%keys, %queries); %m = where(%c, 0, finfo.min); %o = megafx.attention(%q, %k, %v, %m, None, ..., False, 0, ...)
 After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
 Legal because: analysis/masks.py reads what the mask is from the ops that make it; what it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
-what is left of it; padding beside it is attention's key_mask. Rows that see no key become what they are in eager mode, with
-eager's gradient: `hidden` of attention says what that is. A mask for which flags cannot say it stays a tensor.
+what is left of it; padding beside it is attention's key_mask, and documents that are packed in a row its segments. Rows that
+see no key become what they are in eager mode, with eager's gradient: `hidden` of attention says what that is. A mask for
+which flags cannot say it stays a tensor.
 """
 
 from __future__ import annotations
@@ -54,23 +55,29 @@ def describe_masks(program: Program, planner: Planner) -> int:
 # -- making what is left
 
 
+def _of_keys(emit: Builder, leaf: Leaf) -> fx.Node:
+    """A tensor along batch and keys as [b or 1, t or 1]."""
+    x, dims = leaf.node, list(leaf.dims)
+    for i in reversed(range(len(dims))):
+        if dims[i] is None:
+            x = emit(aten.select.int, x, i, 0)
+            del dims[i]
+    if dims == [-1, -4]:
+        x, dims = emit(aten.transpose.int, x, 0, 1), [-4, -1]
+    if dims == [-1]:
+        x = emit(aten.unsqueeze.default, x, 0)
+    elif dims == [-4]:
+        x = emit(aten.unsqueeze.default, x, 1)
+    elif not dims:
+        x = emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, x, 0), 0)
+    return x
+
+
 def _padding(emit: Builder, seen: Visible) -> fx.Node:
     """bool [b or 1, t], True where a key is visible."""
     found: fx.Node | None = None
     for leaf, positive in seen.padding:
-        x, dims = leaf.node, list(leaf.dims)
-        for i in reversed(range(len(dims))):
-            if dims[i] is None:
-                x = emit(aten.select.int, x, i, 0)
-                del dims[i]
-        if dims == [-1, -4]:
-            x, dims = emit(aten.transpose.int, x, 0, 1), [-4, -1]
-        if dims == [-1]:
-            x = emit(aten.unsqueeze.default, x, 0)
-        elif dims == [-4]:
-            x = emit(aten.unsqueeze.default, x, 1)
-        elif not dims:
-            x = emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, x, 0), 0)
+        x = _of_keys(emit, leaf)
         x = x if positive else emit(aten.logical_not.default, x)
         found = x if found is None else emit(aten.logical_and.default, found, x)
     assert found is not None
@@ -108,14 +115,16 @@ def _attention(program: Program, planner: Planner, reader: MaskReader, node: fx.
     seen = read_visible(reader, mask, visible=True, symmetric=True)
     if seen is None:
         return False
+    if seen.segments is not None and argument(node, "segments") is not None:
+        return False
     emit = Builder(program, node, node, BY)
     causal = seen.causal or bool(argument(node, "causal"))
     if causal and not seen.causal and seen.window:
         return False  # a window that reaches both ways, beside the flag
-    by_position = causal or seen.window > 0
+    by_position = causal or seen.window > 0 or seen.segments is not None
     hidden = _hidden(program, planner, node, seen, mask.meta[VAL], by_position)
-    if hidden is None:
-        return False
+    if hidden is None or (seen.segments is not None and seen.padding and hidden != ZEROS):
+        return False  # which rows see no key: attention_rows does not know documents
     new = _rest(emit, seen.rest) if seen.rest else None
     if seen.rest and new is None:
         return False
@@ -132,6 +141,8 @@ def _attention(program: Program, planner: Planner, reader: MaskReader, node: fx.
         if small >= large:
             return False
     hidden = ZEROS if new is None else hidden
+    if seen.segments is not None:
+        set_arguments(node, segments=_of_keys(emit, seen.segments))
     set_arguments(node, mask=new, key_mask=keys, causal=causal, window=seen.window, hidden=hidden)
     dropped = by_position and seen.padding and hidden in (ADDED, FILLED) and argument(node, "p")
     if dropped and not any(note.message == _UNDROPPED for note in program.notes):
@@ -181,7 +192,7 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     if not isinstance(mask, fx.Node) or argument(node, "causal") or argument(node, "window"):
         return False
     seen = read_visible(reader, mask, visible=False, symmetric=False)
-    if seen is None or not seen.by_position or (seen.window and not seen.causal):
+    if seen is None or not seen.by_position or seen.segments is not None or (seen.window and not seen.causal):
         return False
     scores = node.args[0].meta[VAL]  # type: ignore[union-attr]
     if program.sizes.of(scores.shape[-1]) != program.sizes.of(scores.shape[-2]):
@@ -218,14 +229,16 @@ def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     if not isinstance(mask, fx.Node) or not four or argument(node, "dropout_p"):
         return False
     seen = read_visible(reader, mask, visible=True, symmetric=True)
-    if seen is None or not seen.by_position:
+    if seen is None or not (seen.by_position or seen.segments is not None):
         return False
     emit = Builder(program, node, node, BY)
     for _ in range(4 - mask.meta[VAL].dim()):
         mask = emit(aten.unsqueeze.default, mask, 0)
     scale = argument(node, "scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])  # type: ignore[union-attr]
-    new = emit(ops.attention.default, q, k, v, mask, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp")
+    new = emit(
+        ops.attention.default, q, k, v, mask, None, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp"
+    )
     if not _attention(program, planner, reader, new):
         program.graph.erase_node(new)
         return False

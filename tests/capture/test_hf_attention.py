@@ -11,8 +11,10 @@ from interpret import run_program
 import megafx
 from megafx.capture.export import capture_call
 from megafx.ir.nodes import draw_of, is_draw
+from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
+from megafx.planner.context import Planner
 from megafx.testing import make_planner
 
 transformers = pytest.importorskip("transformers")
@@ -54,7 +56,7 @@ def _attentions(program: Any) -> list[Any]:
 def _flags(node: Any) -> tuple[Any, ...]:
     """(shape of the mask, causal, window)."""
     mask = node.args[3]
-    return None if mask is None else mask.meta["val"].dim(), node.args[7], node.args[8]
+    return None if mask is None else mask.meta["val"].dim(), node.args[8], node.args[9]
 
 
 # model, config, (dims of the mask, causal, window) without and with a padding mask
@@ -118,16 +120,40 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
             assert value.shape[0] == 1 or str(value.shape[2]) not in lengths or str(value.shape[3]) not in lengths, node
 
 
-def test_a_users_own_positions_and_masks_stay() -> None:
-    """Packed sequences by position_ids; a 4-D mask: both as transformers computes them."""
+def test_packed_positions_are_segments_and_a_users_mask_stays() -> None:
+    """Packed sequences by position_ids: their documents are segments; a 4-D mask: as transformers computes it."""
     model, inputs = _model("LlamaForCausalLM", GROUPED), _inputs(2, 16, False) | {"use_cache": False}
     square = (torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(16).bool()
     for extra in ({"position_ids": _packed()}, {"attention_mask": square}):
         program = capture_call(model, (), inputs | extra)
         canonicalize_program(program)
         assert all(n.target is torch.ops.aten.scaled_dot_product_attention.default for n in _attentions(program))
+        describe_masks(program, make_planner())
+        for node in _attentions(program):
+            packed = node.target is torch.ops.megafx.attention.default and node.args[5] is not None
+            assert packed == ("position_ids" in extra)
+            assert not packed or (node.args[3], node.args[8]) == (None, True)
         found, wanted = run_program(program, model, (), inputs | extra), model(**inputs, **extra)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-7, atol=1e-9)
+
+
+def test_packed_sequences_with_a_window_on_ranks_that_cut_them() -> None:
+    """Places in a document count as positions within it: causal and window are flags, and nothing of [s, s] is made."""
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    model = _model("MistralForCausalLM", GROUPED | {"sliding_window": 5})
+    inputs = _inputs(2, 16, False) | {"use_cache": False, "position_ids": _packed()}
+    config = megafx.Config(passes=(("after scaled_products", keep),))
+    verdict = megafx.verify(model, config, example_inputs=inputs, mesh={"cp": 2})
+    assert verdict, str(verdict)
+    found = [n for n in kept[0].graph.nodes if n.target is torch.ops.megafx.attention_forward.default]
+    assert found and all((n.args[3], n.args[8], n.args[9]) == (None, True, 5) and n.args[5] for n in found)
+    shapes = [n.meta["val"].shape for n in kept[0].graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert not any(list(shape[-2:]) in ([16, 16], [8, 16]) for shape in shapes)
 
 
 def _packed() -> torch.Tensor:

@@ -195,7 +195,7 @@ def test_attention_that_is_not_told_its_queries_is_noticed():
     check_batch_types(joint)
     op = torch.ops.megafx.attention_forward.default
     (node,) = joint.graph.find_nodes(op="call_function", target=op)
-    node.args = (*node.args[:13], -1, [], "tp")
+    node.args = (*node.args[:14], -1, [], "tp")
     with pytest.raises(PlacementError, match="counts queries that are whole"):
         check_batch_types(joint)
 

@@ -30,7 +30,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 def check(
     b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, hidden=0, p=0.0, cut=None,
-    tma=True, turned=False, keys=None,
+    tma=True, turned=False, keys=None, segments=None,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
     if next(COUNT) % PARTS != PART:
@@ -42,10 +42,11 @@ def check(
     dim, layout = cut or (-1, ())
     mask = None if mask is None else mask.to(DEVICE)
     keys = None if keys is None else keys.to(DEVICE)
+    segments = None if segments is None else segments.to(DEVICE)
     options = (e**-0.5, causal, window, softcap, hidden, p, 5, dim, layout, "tp")
-    x = Inputs.of((q, k, v, mask, keys, SEED), options)
+    x = Inputs.of((q, k, v, mask, keys, segments, SEED), options)
     wide = [y if y is None or y.dtype == torch.bool else y.double() for y in x[:5]]
-    exact = Inputs.of((*wide, SEED), options)
+    exact = Inputs.of((*wide, segments, SEED), options)
     tuning = {"TMA": tma}
     out, lse = attention_triton.forward(x, **tuning)
     wanted, statistics = attention_reference.forward(exact)
@@ -74,7 +75,9 @@ def check(
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
-    for separate in (False, True) if not window else (False,):  # dq from ds in memory; head by head
+    for separate in (
+        (False, True) if not window and segments is None else (False,)
+    ):  # dq from ds in memory; head by head
         apart = backward(workspace=1, separate=separate, by_product=tuning)
         for name, a, w in zip(("dq", "dk", "dv"), apart, grads[0], strict=True):
             error = float((a.double() - w.double()).norm() / w.double().norm().clamp(min=1e-9))
@@ -125,6 +128,17 @@ def main():
     bias[0, 0, 5] = torch.finfo(torch.float32).min
     check(2, 2, 1, 70, 70, 16, 16, mask=bias, hidden=FILLED, dtype=torch.float16)
     check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, hidden=FILLED, dtype=torch.float16)
+    # several documents in a row: ids that rise (tiles are skipped), in any order, of one row, beside a mask and padding
+    rising = torch.tensor([30, 60, 40, 1, 69]).repeat_interleave(torch.tensor([30, 60, 40, 1, 69]))
+    check(2, 2, 1, 200, 200, 16, 16, segments=torch.stack([rising, rising.flip(0)]), causal=True, p=0.3)
+    check(1, 2, 2, 200, 200, 16, 16, segments=rising[None], window=20, softcap=3.0, tma=False, turned=True)
+    mixed = torch.randint(-2, 2, (2, 130))
+    bias, padding = torch.randn(1, 2, 130, 130), torch.rand(2, 130) < 0.9
+    check(2, 2, 1, 130, 130, 16, 16, segments=mixed.int(), mask=bias, keys=padding, causal=True, dtype=torch.float16)
+    check(2, 2, 1, 130, 130, 16, 16, segments=mixed[:1] > 0, mask=padding, dtype=torch.float16)
+    for rank in (0, 1):  # a rank's queries: their ids are those of their places in the whole sequence
+        with axes.on_mesh({"tp": axes.AxisContext(rank, 2, "")}):
+            check(1, 2, 1, 100, 200, 16, 16, segments=rising[None], causal=True, p=0.3, cut=(2, (1, 200, 1)))
     for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
         with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)

@@ -2,6 +2,7 @@
 
     s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += masks, or -inf where a bool mask is False
     s = -inf where causal and key > query, or where |query - key| >= window > 0 (both counted from 0 in the whole sequence)
+    s = -inf where segments of query and key differ
     w = softmax over keys;  out = (w * keep / (1 - p)) v
 
 What a row becomes that sees no key, by `hidden`, which says how a mask hides a score:
@@ -13,13 +14,15 @@ What a row becomes that sees no key, by `hidden`, which says how a mask hides a 
     4  FILLED_NAN  -inf is put in its place: NaN; scores that are hidden have no gradient
 
 A mask that is added has its own numbers: 1 and 3 are the same for it, and so are 2 and 4, where what it hides (-1e30 and
-below) is what was put in place. Causal and window leave keys out whatever `hidden` says; beside a boolean padding mask
-[b, t] the rows that see nothing are made as said, by attention_rows.
+below) is what was put in place. Causal, window and segments leave keys out whatever `hidden` says; beside a boolean padding
+mask [b, t] the rows that see nothing are made as said, by attention_rows (with segments and such a mask: ZEROS alone).
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
 not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a
 padding mask beside a mask that all of the batch share (a relative bias, ALiBi): to join the two would take [b, nq, s, t]. It
-gets no gradient. Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+gets no gradient. segments: integers [b or 1, t], the document of each token where several are packed in a row; queries are
+as many as keys, and find theirs by their index in the whole sequence. Causal, window and document masks are never made.
+out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
 Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.
@@ -27,7 +30,7 @@ Dropout: Philox4x32-7 at (key group, query, head, batch), all global (attention_
 queries (shard_dim 0, 1, 2 with its layout) draws its slice of the one-process mask. p > 0 without a seed: a seed is drawn
 from torch's generator (calls outside of a megafx graph).
 
-Without mask, window, soft-cap and dropout the op is aten.scaled_dot_product_attention: the library's kernels.
+Without mask, segments, window, soft-cap and dropout the op is aten.scaled_dot_product_attention: the library's kernels.
 Else: attention_forward, attention_backward, attention_mask_backward; Triton on CUDA (attention_triton.py), FlashAttention-2
 (Dao 2023, arXiv 2307.08691) with separate kernels for dq and for dk, dv: deterministic. CPU and fp64: the reference.
 """
@@ -40,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, mask, real
+from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, ids, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside, scratch
 from megafx.kernels.attention.attention_rows import seen_rows
@@ -50,31 +53,36 @@ from megafx.placements.data_axis import CONTEXT_AXIS
 from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
-_OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
+_OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? segments, {_SEED}"
 _OPTIONS = f"float scale, bool causal, int window, float softcap, int hidden, {_REST}"
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, *rest: Any
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None,
+    seed: Tensor | None, *rest: Any,
+) -> Tensor:  # fmt: skip
     scale, causal, window, softcap, hidden, p = rest[:6]
     if mask is None:
         mask, key_mask = key_mask, None
     padding = next((m for m in (key_mask, mask) if _is_padding(m)), None)
+    if hidden != reference.ZEROS and padding is not None and segments is not None:
+        raise ValueError(
+            f"attention with segments and a padding mask makes rows that see no key zeros: hidden {hidden} is not 0"
+        )
     if hidden != reference.ZEROS and padding is not None and (causal or window):
         shown = (*rest[:4], reference.ZEROS, *rest[5:])
-        out = _attention(q, k, v, mask, key_mask, seed, *shown)
+        out = _attention(q, k, v, mask, key_mask, None, seed, *shown)
         seen = seen_rows(padding, q.shape[2], window)
         return torch.ops.megafx.attention_rows(out, q, k, v, seen, scale, hidden)
     cut = rest[7] == 2 and (
         causal or window
     )  # some of the queries, whose places in the sequence the library does not know
-    if mask is None and not (window or softcap or p or cut):
+    if mask is None and segments is None and not (window or softcap or p or cut):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     if p and seed is None:
         seed = torch.randint(2**63 - 1, (), device=q.device)
-    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, seed, *rest)[0]
+    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, segments, seed, *rest)[0]
 
 
 def _is_padding(mask: Any) -> bool:
@@ -83,7 +91,7 @@ def _is_padding(mask: Any) -> bool:
 
 
 def _check(x: Inputs) -> None:
-    q, k, v, mask, key_mask = x[:5]
+    q, k, v, mask, key_mask, segments = x[:6]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"attention takes 4 dims, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
@@ -111,10 +119,18 @@ def _check(x: Inputs) -> None:
             raise ValueError(f"key_mask {tuple(key_mask.shape)} is not broadcastable to [b, t] {wanted}")
         if key_mask.requires_grad:
             raise ValueError("a key_mask gets no gradient: add it to the mask")
+    if segments is not None:
+        wanted = (q.shape[0], k.shape[2])
+        if segments.is_floating_point() or segments.dim() != 2 or segments.shape[0] not in (1, wanted[0]):
+            raise ValueError(f"segments {segments.dtype} {tuple(segments.shape)} are not integers [b, t] {wanted}")
+        if segments.shape[1] != wanted[1] or (x.draw.shard_dim != 2 and q.shape[2] != wanted[1]):
+            raise ValueError(
+                f"segments {tuple(segments.shape)} are of {wanted[1]} keys and as many queries, got {q.shape[2]}"
+            )
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x = Inputs.of(args[:6], args[6:])
+    x = Inputs.of(args[:7], args[7:])
     _check(x)
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_triton
@@ -125,18 +141,19 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """args: operands, out, lse, options. into: memory for the gradients."""
-    x = Inputs.of(args[:6], args[8:])
+    x = Inputs.of(args[:7], args[9:])
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_backward_triton
 
-        return attention_backward_triton.backward(grad, x, *args[6:8], into=into)
+        return attention_backward_triton.backward(grad, x, *args[7:9], into=into)
     return reference.backward(grad, x, into)
 
 
-def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 9) -> int:
+def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 10) -> int:
     """options: where they start."""
     q, k, v = args[1:4]
-    return scratch(q, k, v, itemsize, args[options + 2], draws(args[options + 5])).bytes
+    sparse = bool(args[options + 2] or args[6] is not None)
+    return scratch(q, k, v, itemsize, sparse, draws(args[options + 5])).bytes
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -158,33 +175,33 @@ def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
     """args: operands, out, lse, order, options."""
     packed = _packed_shape(grad, *args)
     q, k, v = args[:3]
-    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, q, k, v, args[8]))
+    _backward(grad, *args[:9], *args[10:], into=_packed_views(packed, q, k, v, args[9]))
     return packed
 
 
 def _mask_backward(grad: Tensor, *args: Any) -> Tensor:
-    x = Inputs.of(args[:6], args[8:])
+    x = Inputs.of(args[:7], args[9:])
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_mask_triton
 
-        return attention_mask_triton.mask_backward(grad, x, *args[6:8])
+        return attention_mask_triton.mask_backward(grad, x, *args[7:9])
     return reference.mask_backward(grad, x)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, mask, key_mask, seed, *ctx.rest = inputs
+    q, k, v, mask, key_mask, segments, seed, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, key_mask, seed, *output)
+    ctx.save_for_backward(q, k, v, mask, key_mask, segments, seed, *output)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * (6 + len(ctx.rest))
+        return (None,) * (7 + len(ctx.rest))
     arguments = (grad, *ctx.saved_tensors, *ctx.rest)
     dq, dk, dv = torch.ops.megafx.attention_backward(*arguments)
     dmask = torch.ops.megafx.attention_mask_backward(*arguments) if ctx.needs_input_grad[3] else None
-    return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
+    return dq, dk, dv, dmask, None, None, None, *[None] * len(ctx.rest)
 
 
 def _is_boolean_padding(mask: Any) -> bool:
@@ -198,7 +215,7 @@ def _is_boolean_padding(mask: Any) -> bool:
 def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
+    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
@@ -207,15 +224,15 @@ def _backward_rule(call: OpCall) -> RuleText:
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
     """
-    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, ~, b (n g) t f, b (n g) t"
+    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, b s!, ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
         # A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum.
         mask: Arg = call.get("mask")
         dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
         found = " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
-        return _row(call, f"nl[0]: {operands} -> {found}", partials=(((3, 7), "P"),))
+        return _row(call, f"nl[0]: {operands} -> {found}", partials=(((3, 8), "P"),))
     results = "b (n g) t e!; b n s! e!; b n s! f"
-    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
+    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 8), "PPR"),))
 
 
 def _operand_dims(call: OpCall, e: str, f: str) -> str:
@@ -225,14 +242,14 @@ def _operand_dims(call: OpCall, e: str, f: str) -> str:
 
 
 def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
-    by_place = call.get("causal") or call.get("window")
+    by_place = call.get("causal") or call.get("window") or call.get("segments") is not None
     of_axis = str(call.get("axis")).endswith(CONTEXT_AXIS)  # an argument of the op says which queries a rank has
     whole = of_axis and call.get("hidden") and any(_is_boolean_padding(call.get(name)) for name in ("mask", "key_mask"))
     if not by_place or (of_axis and not whole):
         return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    why = {"t": "causal and window masks need the row's index in the whole sequence"}
+    why = {"t": "causal and window masks and segments need the row's index in the whole sequence"}
     return RuleText(text, why, partials=partials)
 
 
@@ -240,6 +257,7 @@ def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], .
 
 _Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
 _G = real(2, 6, 4, 2)  # each head for four of queries
+_SEGMENTS = ids(3, 2, 4)
 _PLAIN: Any = (0.4, False, 0, 2.0, 0, 0.0, 3, -1, [], "tp")
 _DROPPED: Any = (0.4, False, 0, 0.0, 0, 0.5, 3, -1, [], "tp")
 _CAUSAL: Any = (0.4, True, 2, 0.0, 0, 0.5, 3, -1, [], "tp")
@@ -251,9 +269,10 @@ define_composite(
     cost=ATTENTION,
     localize=Localized(QUERY_HEADS, "S"),
     samples=[
-        (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
-        (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
-        (_K, _K, _V, None, None, SEED, *_CAUSAL),
+        (_Q, _K, _V, real(1, 4, 6, 4), None, None, None, *_PLAIN),
+        (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, None, SEED, *_DROPPED),
+        (_K, _K, _V, None, None, None, SEED, *_CAUSAL),
+        (_K, _K, _V, None, None, _SEGMENTS, None, *_PLAIN),
     ],
     body=_attention,
 )
@@ -261,7 +280,11 @@ define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
     cost=ATTENTION,
-    samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
+    samples=[
+        (_Q, _K, _V, None, None, None, None, *_PLAIN),
+        (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, None, *_PLAIN),
+        (_K, _K, _V, None, mask(2, 4), _SEGMENTS, None, *_PLAIN),
+    ],
     reference=_forward,
     fake=lambda q, k, v, *_: empty_results(q, v),
     launches=True,
@@ -270,7 +293,7 @@ define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     rule=_backward_rule,
-    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN)],
+    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
     fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
     workspace=_backward_bytes,
@@ -281,13 +304,13 @@ define_op(
     f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
     reference=_backward_packed,
     fake=_packed_shape,
-    workspace=lambda args, itemsize: _backward_bytes(args, itemsize, options=10),
+    workspace=lambda args, itemsize: _backward_bytes(args, itemsize, options=11),
     launches=True,
 )
 define_op(
     f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     rule=_backward_rule,
-    samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
+    samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_mask_backward,
     fake=lambda grad, q, k, v, mask, *_: mask.new_empty(mask.shape),
     launches=True,

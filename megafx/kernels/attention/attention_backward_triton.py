@@ -31,6 +31,7 @@ from megafx.kernels.attention.attention_triton import (
     coordinates,
     described,
     key_range,
+    same_segments,
     schedule,
     score_tile,
     takes_descriptors,
@@ -44,7 +45,7 @@ from megafx.kernels.common.tiles_triton import LOG2E
 
 @triton.jit
 def _query_tiles(
-    dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, lo, hi,
+    dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp, lo, hi,
     kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -58,7 +59,7 @@ def _query_tiles(
         dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ki = n0 + tl.arange(0, BN)[None, :]
         x, slope = score_tile(
-            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, SEGMENTS, ids_at, S, T,
             window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
@@ -85,13 +86,13 @@ def _query_gradient(
     LSE,  # [b, H, S] fp32 IN
     STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
     KEPT,  # decisions, int32, OUT with DROP
-    MASK, KEYS, SEED, BATCHES, HEADS, QUERIES,
+    MASK, KEYS, SEGMENTS, RANGES, SEED, BATCHES, HEADS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
-    keys_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
+    keys_b, ids_b, ranges_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -107,6 +108,7 @@ def _query_gradient(
     )  # fmt: skip
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
     keys_at = b.to(tl.int64) * keys_b
+    ids_at = b.to(tl.int64) * ids_b
     q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
     do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
     o = tile(OUT, b, h, q0, ob, oh, os, S, F, FP, BM, TMA)
@@ -117,6 +119,13 @@ def _query_gradient(
     tl.store(at, lse, mask=qi < padded)
     tl.store(at + stats_apart, delta, mask=qi < padded)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    if SEGMENTS is not None:
+        near, beyond = same_segments(
+            SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, tl.where(qi < S, qp, S - 1), T, NB
+        )  # fmt: skip
+        first = tl.maximum(first, near // BN * BN)
+        last = tl.minimum(last, beyond)
+        whole = tl.minimum(whole, last // BN * BN)
     if not PRODUCT:
         if DROP:
             for n0 in range(first, last, BN):
@@ -125,12 +134,13 @@ def _query_gradient(
     else:
         dq = tl.zeros([BM, EP], tl.float32)
         dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, first, whole,
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp, first, whole,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, tl.maximum(first, whole), last,
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp,
+            tl.maximum(first, whole), last,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
@@ -176,7 +186,7 @@ def _query_product(
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, hi,
+    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0, lo, hi,
     qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -195,7 +205,7 @@ def _key_tiles(
         delta = tl.load(STATS + stats_apart + q0 + tl.arange(0, BM))
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         x, slope = score_tile(
-            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, KEYS, keys_at, SEGMENTS, ids_at, S, T,
             window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
@@ -225,12 +235,13 @@ def _key_gradient(
     STATS,  # of _query_gradient IN
     KEPT,  # decisions, as _query_gradient left them, int32 IN
     DS,  # [heads, T, S to multiples of 64] OUT, or None
-    MASK, KEYS, QUERIES,
+    MASK, KEYS, SEGMENTS, RANGES, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
-    keys_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
+    keys_b, ids_b, ranges_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    NB: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BN)
     block, bkv = schedule(tl.program_id(0), blocks, GROUP)  # block 0 has the most rows
@@ -256,6 +267,13 @@ def _key_gradient(
             lo = tl.maximum(lo, (tl.maximum(0, n0 - window + 1)) // BM * BM)
             hi = tl.minimum(S, n0 + BN - 1 + window)
             whole = hi
+    if RANGES is not None:
+        near, beyond = same_segments(
+            SEGMENTS, b.to(tl.int64) * ids_b, RANGES, b.to(tl.int64) * ranges_b,
+            tl.minimum(n0 + tl.arange(0, BN), T - 1), T, NB,
+        )  # fmt: skip
+        lo = tl.maximum(lo, near // BM * BM)
+        hi = tl.minimum(hi, beyond)
     for g in range(G):
         h = kv * G + g
         bh = b * H + h
@@ -266,13 +284,15 @@ def _key_gradient(
         kept = KEPT + (bh - first_head * G).to(tl.int64) * kept_words(S, T)
         mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
         keys_at = b.to(tl.int64) * keys_b
+        ids_at = b.to(tl.int64) * ids_b
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, whole,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
+            lo, tl.minimum(whole, hi),
             qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
             tl.maximum(lo, whole), hi, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
@@ -321,7 +341,7 @@ def backward(
     ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
     padded = c.b * c.h * triton.cdiv(c.s, 64) * 64
     stats = torch.empty(2 * padded, dtype=torch.float32, device=c.q.device)
-    plan = (c.q.shape, c.k.shape, c.v.shape, c.q.element_size(), x.window, c.dropped)
+    plan = (c.q.shape, c.k.shape, c.v.shape, c.q.element_size(), bool(x.window) or x.segments is not None, c.dropped)
     apart, step, weights, _ = scratch(*plan, workspace, separate)
     kept = torch.empty(weights // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
     ds = torch.empty(weights, dtype=c.q.dtype, device=c.q.device) if apart else None
@@ -332,20 +352,21 @@ def backward(
             _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
-            c.seed, *c.maps,
+            c.ids, c.ranges, c.seed, *c.maps,
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes, *c.factors, c.share, x.scale, head * groups,
-            padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)}, PRODUCT=not apart,
+            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.ids_strides, *c.sizes, *c.factors, c.share,
+            x.scale, head * groups, padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)},
+            PRODUCT=not apart, NB=c.blocks,
         )  # fmt: skip
         bm, bn, tma = then["BM"], then["BN"], then["TMA"]
         launch(
             _key_gradient, (triton.cdiv(c.t, bn) * heads,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
-            c.maps[2],
+            c.ids, c.ranges if c.maps[2] is None else None, c.maps[2],
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes[:5], c.rescale, *c.factors, x.scale, head,
-            padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.ids_strides, *c.sizes[:5], c.rescale, *c.factors,
+            x.scale, head, padded, NB=c.blocks, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
         if ds is not None:
             bm, bn, tma = last["BM"], last["BN"], last["TMA"]

@@ -30,9 +30,9 @@ def _mask_gradient(
     Q, K, V, DO,  # IN
     DM,  # [mask batches, mask heads, S, T] fp32 OUT
     LSE, DELTA,  # [b, H, S] fp32 IN
-    MASK, KEYS, SEED, BATCHES, HEADS, QUERIES,
+    MASK, KEYS, SEGMENTS, SEED, BATCHES, HEADS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, mask_b, mask_h, mask_q, mask_k,
-    keys_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, batches, heads, mask_batches, mask_heads,
+    keys_b, ids_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, batches, heads, mask_batches, mask_heads,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,7 +63,8 @@ def _mask_gradient(
         k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
         x, slope = score_tile(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), qi[:, None], qp[:, None], ki,
-            MASK, mask_at, mask_q, mask_k, KEYS, b.to(tl.int64) * keys_b, S, T, window, factor, cap,
+            MASK, mask_at, mask_q, mask_k, KEYS, b.to(tl.int64) * keys_b, SEGMENTS, b.to(tl.int64) * ids_b, S, T,
+            window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True,
         )  # fmt: skip
         w = tl.math.exp2(x - lse[:, None])
@@ -97,8 +98,9 @@ def mask_backward(grad: Tensor, x: Inputs, out: Tensor, lse: Tensor) -> Tensor:
     launch(
         _mask_gradient, (triton.cdiv(c.s, 64) * triton.cdiv(c.t, 64) * batches * heads,), c.q,
         described(c.q, 64, ep, tma), described(c.k, 64, ep, tma), described(c.v, 64, fp, tma),
-        described(grad, 64, fp, tma), made, lse, delta, c.mask, c.keys, c.seed, *c.maps,
+        described(grad, 64, fp, tma), made, lse, delta, c.mask, c.keys, c.ids, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *c.mask_strides,
-        c.keys_stride, *c.sizes, *c.factors, c.b // batches, c.h // heads, batches, heads, **c.flags, **config,
+        c.keys_stride, c.ids_strides[0], *c.sizes, *c.factors, c.b // batches, c.h // heads, batches, heads,
+        **c.flags, **config,
     )  # fmt: skip
     return made.sum_to_size(whole.shape).view(mask.shape).to(mask.dtype)

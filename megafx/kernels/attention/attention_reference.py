@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
     v: Tensor
     mask: Tensor | None
     key_mask: Tensor | None
+    segments: Tensor | None
     scale: float
     causal: bool
     window: int
@@ -49,11 +50,11 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(operands: Sequence[Any], options: Sequence[Any]) -> Inputs:
-        """operands: q, k, v, mask, key_mask, seed; options: from scale to axis, as in the schema."""
-        q, k, v, mask, key_mask, seed = operands
+        """operands: q, k, v, mask, key_mask, segments, seed; options: from scale to axis, as in the schema."""
+        q, k, v, mask, key_mask, segments, seed = operands
         scale, causal, window, softcap, hidden, p, op_id, shard_dim, layout, axis = options
         draw = Draw(seed, p, op_id, shard_dim, tuple(layout), axis)
-        return Inputs(q, k, v, mask, key_mask, scale, causal, window, softcap, hidden, draw)
+        return Inputs(q, k, v, mask, key_mask, segments, scale, causal, window, softcap, hidden, draw)
 
 
 def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
@@ -150,6 +151,9 @@ def _part(x: Inputs, i: int, masks: list[Tensor], where: tuple[Tensor, Tensor, T
         scores = scores.masked_fill(distance < 0, -math.inf)
     if x.window:
         scores = scores.masked_fill(distance.abs() >= x.window, -math.inf)
+    if x.segments is not None:
+        ids = x.segments[i % x.segments.shape[0]]
+        scores = scores.masked_fill(ids[where[2], None] != ids, -math.inf)
     high = scores.amax(-1, keepdim=True) if t else scores.new_full((*split, 1), -math.inf)
     powers = (scores - high.masked_fill(high == -math.inf, 0)).exp()
     total = powers.sum(-1, keepdim=True)
@@ -234,7 +238,7 @@ class Scratch(NamedTuple):
     """What the Triton backward holds in addition to its results. attention_backward_triton.py says what it is for.
 
     apart: whether ds lies in memory; step: heads of k and v at a time; weights: of these heads, in whole tiles;
-    bytes: of ds, the dropout's bits and the statistics.
+    bytes: of ds, the dropout's bits and the statistics. sparse: whether tiles are left out (a window, segments).
     """
 
     apart: bool
@@ -244,7 +248,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, window: int, dropped: bool,
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, sparse: bool, dropped: bool,
     workspace: int = WORKSPACE, apart: bool | None = None,
 ) -> Scratch:  # fmt: skip
     """Of operands of these shapes. apart: None is where that is faster."""
@@ -253,7 +257,7 @@ def scratch(
     weights = rows * keys * (q[1] // k[1])  # of the heads that share k and v
     if apart is None:
         width = max(q[3], v[3]) * itemsize
-        apart = 128 < width <= 256 and not window and weights * itemsize <= workspace
+        apart = 128 < width <= 256 and not sparse and weights * itemsize <= workspace
     each = weights * itemsize if apart else weights // 8 if dropped else 0
     step = min(kv_heads, max(1, workspace // each)) if each else kv_heads
     held = step * weights

@@ -75,7 +75,7 @@ def _masked(x, given, BOOL: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    x, qi, qp, ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T, window, factor, cap,
+    x, qi, qp, ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, SEGMENTS, ids_at, S, T, window, factor, cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +86,7 @@ def score_tile(
     Without soft-cap and mask (KIND 0) the scores are still to be multiplied by `factor`.
     KIND: 1 a bool mask, 2 an additive one; 3 to 5: a fill in place of the score: of a bool mask a finite one or -inf, of an
     additive one its own. ROWS: it depends on the query. KEYS: one more mask, of keys, bool (uint8) or additive.
+    SEGMENTS: ids of documents by index in the whole sequence.
     EDGE: pairs may be out of sight or of bounds.
     """
     slope = x
@@ -110,6 +111,9 @@ def score_tile(
         x = tl.where(x == float("-inf"), x, masked)
         if KIND >= 3:
             slope = tl.where(near, slope, -1.0)
+    if SEGMENTS is not None:
+        mine = tl.load(SEGMENTS + ids_at + qp, mask=qi < S, other=0)
+        x = tl.where(mine == tl.load(SEGMENTS + ids_at + ki, mask=ki < T, other=0), x, float("-inf"))
     if EDGE:
         seen = ki < T
         if CAUSAL:
@@ -142,12 +146,28 @@ def key_range(
     return first, whole, last
 
 
+@triton.jit
+def same_segments(SEGMENTS, ids_at, RANGES, ranges_at, inside, T, NB: tl.constexpr):
+    """Tokens at `inside`, in the whole sequence -> (first, last): outside of [first, last) no token shares a segment with them.
+
+    By the least and the largest id of each 64 tokens: exact for ids in any order, tight where they rise.
+    """
+    ids = tl.load(SEGMENTS + ids_at + inside)
+    blocks = tl.cdiv(T, 64)
+    block = tl.arange(0, NB)
+    low = tl.load(RANGES + ranges_at + block, mask=block < blocks, other=0)
+    high = tl.load(RANGES + ranges_at + blocks + block, mask=block < blocks, other=0)
+    near = (block < blocks) & (low <= tl.max(ids, 0)) & (high >= tl.min(ids, 0))
+    first = tl.min(tl.where(near, block, blocks), 0) * 64
+    return first, tl.minimum(T, tl.max(tl.where(near, block + 1, 0), 0) * 64)
+
+
 # -- forward
 
 
 @triton.jit
 def _forward_tiles(
-    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, lo, hi,
+    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, lo, hi,
     kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -159,13 +179,13 @@ def _forward_tiles(
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         ki = n0 + tl.arange(0, BN)[None, :]
         x, _ = score_tile(
-            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, SEGMENTS, ids_at, S, T,
             window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
         new = tl.maximum(high, tl.max(x, 1)) if SOFTCAP or KIND > 0 else tl.maximum(high, tl.max(x, 1) * factor)
         base = new
-        if WINDOW or KIND > 0:  # a row may have seen nothing yet
+        if WINDOW or KIND > 0 or SEGMENTS is not None:  # a row may have seen nothing yet
             base = tl.where(new == float("-inf"), 0.0, new)
         w = tl.math.exp2(x - base[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - base[:, None])
         shrink = tl.math.exp2(high - base)
@@ -188,14 +208,16 @@ def _forward(
     LSE,  # [b, H, S] fp32 OUT, natural logarithm
     MASK,  # [b, H, S, T] by strides, bool as uint8 or additive, IN
     KEYS,  # [b, T] by a stride, bool as uint8 or additive, IN, or None
+    SEGMENTS,  # [b, T] by a stride, integers IN, or None
+    RANGES,  # [b, 2, T / 64] by a stride, least and largest segment of 64 keys IN, or None
     SEED,  # [] int64 IN
     BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
-    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b, ids_b, ranges_b,
     H, G, S, T, window, op_id, threshold, rescale, factor, cap,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -209,18 +231,27 @@ def _forward(
     )  # fmt: skip
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
     keys_at = b.to(tl.int64) * keys_b
+    ids_at = b.to(tl.int64) * ids_b
     q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
     acc = tl.zeros([BM, FP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     high = tl.full([BM], float("-inf"), tl.float32)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    if SEGMENTS is not None:
+        near, beyond = same_segments(
+            SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, tl.where(qi < S, qp, S - 1), T, NB
+        )  # fmt: skip
+        first = tl.maximum(first, near // BN * BN)
+        last = tl.minimum(last, beyond)
+        whole = tl.minimum(whole, last // BN * BN)
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, first, whole,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, first, whole,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, tl.maximum(first, whole), last,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp,
+        tl.maximum(first, whole), last,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
@@ -266,7 +297,7 @@ class Prepared:
     """What the launchers of one call share: geometry, flags and arguments by name."""
 
     def __init__(self, x: Inputs) -> None:
-        q, k, v, mask, key_mask = x[:5]
+        q, k, v, mask, key_mask, segments = x[:6]
         self.q, self.k, self.v = (self.rows(y) for y in (q, k, v))
         self.b, self.h, self.s, self.e = q.shape
         self.n, self.t, self.f = k.shape[1], k.shape[2], v.shape[3]
@@ -285,6 +316,7 @@ class Prepared:
         self.mask_strides = strides
         self.keys = None if key_mask is None else self._of_keys(key_mask)
         self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
+        self._find_segments(segments)
         kind = 0 if mask is None else _kind(mask, x.hidden)
         factor = 2 * x.scale / x.softcap if softcap else x.scale
         device = q.device
@@ -299,6 +331,20 @@ class Prepared:
             CAUSAL=x.causal, WINDOW=x.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
+
+    def _find_segments(self, segments: Tensor | None) -> None:
+        self.ids = self.ranges = None
+        self.ids_strides, self.blocks = (0, 0), 16
+        if segments is None or self.t == 0:
+            return
+        ids = as_bytes(segments) if segments.dtype == torch.bool else segments
+        self.ids = ids = ids if ids.stride(1) == 1 or self.t == 1 else ids.contiguous()
+        blocks = triton.cdiv(self.t, 64)
+        padded = torch.cat([ids, ids[:, -1:].expand(-1, blocks * 64 - self.t)], 1).unflatten(1, (blocks, 64))
+        self.ranges = torch.stack(torch.aminmax(padded, dim=2), 1)  # [b or 1, 2, blocks]
+        self.blocks = _power(blocks)
+        if len(ids) > 1:
+            self.ids_strides = (ids.stride(0), self.ranges.stride(0))
 
     def _of_keys(self, mask: Tensor) -> Tensor:
         mask = mask.expand(mask.shape[0], self.t)
@@ -369,8 +415,9 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
     launch(
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
-        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.seed, *c.maps,
+        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.ids, c.ranges, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
-        c.keys_stride, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS, **c.flags, **config,
+        c.keys_stride, *c.ids_strides, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS, NB=c.blocks,
+        **c.flags, **config,
     )  # fmt: skip
     return out, lse
