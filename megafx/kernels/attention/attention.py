@@ -283,7 +283,7 @@ define_op(
     samples=[
         (_Q, _K, _V, None, None, None, None, *_PLAIN),
         (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, None, *_PLAIN),
-        (_K, _K, _V, None, mask(2, 4), _SEGMENTS, None, *_PLAIN),
+        (_K, _K, _V, None, None, _SEGMENTS, None, *_PLAIN),
     ],
     reference=_forward,
     fake=lambda q, k, v, *_: empty_results(q, v),
