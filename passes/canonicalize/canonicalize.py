@@ -46,6 +46,7 @@ VALUES: tuple[Step, ...] = (
     names.scalar_of_a_scalar,
     views.copies_of_views,
     views.memory_as_values,
+    views.index_that_counts,
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
     names.erase_identity,

@@ -159,6 +159,7 @@ def resolve_getitem(editor: Editor, node: fx.Node) -> bool:
 
 # alias:name, both operator packets whose overloads and arguments are the same
 _ALIASES = (
+    "__and__:bitwise_and __or__:bitwise_or __xor__:bitwise_xor "
     "absolute:abs arccos:acos arcsin:asin arctan:atan clip:clamp concat:cat concatenate:cat divide:div greater:gt "
     "greater_equal:ge less:lt less_equal:le multiply:mul negative:neg not_equal:ne special_expit:sigmoid special_erf:erf "
     "special_exp2:exp2 special_log1p:log1p subtract:sub true_divide:div"

@@ -193,3 +193,59 @@ def copies_of_views(editor: Editor, node: fx.Node) -> bool:
         one_spelling_of_select, one_spelling_of_slice, split_to_slices,
     )  # fmt: skip
     return any(spelling(editor, node) for spelling in spellings) or True
+
+
+_KEEPS_ORDER = aten_ops("unsqueeze reshape view squeeze transpose.int permute alias detach to.dtype")
+
+
+@on("index.Tensor")
+def index_that_counts(editor: Editor, node: fx.Node) -> bool:
+    """x[arange(n)[:, None], arange(m)] -> x, of n rows and m columns. With an index i in place of the second: x[:, i], or where
+    i has numbers for each row gather(x, 1, i).
+
+    A number of each row would not be that of a data-parallel rank's rows. transformers writes masks and pooling so.
+    """
+    x, indices = node.args[:2]
+    if not indices or not all(is_tensor(i) and i.meta[VAL].dtype == torch.int64 for i in indices):  # type: ignore[union-attr]
+        return False
+    sizes, given = x.meta[VAL].shape, [i.meta[VAL] for i in indices]  # type: ignore[union-attr]
+    rank, emit = max(i.dim() for i in given), editor.at(node)
+    counted = [_counts(editor, i, n) for i, n in zip(indices, sizes, strict=False)]  # type: ignore[arg-type]
+    dims = [None if d is None else rank - i.dim() + d for d, i in zip(counted, given, strict=True)]
+    if None not in dims and len({*dims}) == len(dims):
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        permuted = [*order, *range(len(dims), len(sizes))]
+        whole = x if order == sorted(order) else emit(aten.permute.default, x, permuted)
+        return respell(node, aten.clone.default, (emit(aten.reshape.default, whole, editor.shape(node.meta[VAL])),))
+    others = given[1:]
+    if dims[0] != 0 or not others:
+        return False
+    if all(i.dim() < rank or editor.same(i.shape[0], 1) for i in others):
+        left = []
+        for index, value in zip(indices[1:], others, strict=True):  # type: ignore[index]
+            shape = editor.shape(value)[1 if value.dim() == rank else 0 :]
+            shape = [*[1] * (rank - 1 - len(shape)), *shape]
+            left.append(index if len(shape) == value.dim() else emit(aten.reshape.default, index, shape))
+        return respell(node, aten.index.Tensor, (x, [None, *left]))
+    if len(others) > 1 or others[0].dim() < rank:
+        return False
+    index, rest = indices[1], editor.shape(node.meta[VAL])[rank:]  # type: ignore[index]
+    count = math.prod(others[0].shape[1:])
+    below = emit(aten.lt.Scalar, index, 0)
+    index = emit(aten.where.self, below, emit(aten.add.Tensor, index, editor.arg(sizes[1])), index)
+    index = emit(aten.reshape.default, index, [editor.arg(sizes[0]), editor.arg(count), *[1] * len(rest)])
+    index = emit(aten.expand.default, index, [editor.arg(sizes[0]), editor.arg(count), *rest])
+    found = emit(aten.gather.default, x, 1, index)
+    return respell(node, aten.reshape.default, (found, editor.shape(node.meta[VAL])))
+
+
+def _counts(editor: Editor, index: fx.Node, size: int | torch.SymInt) -> int | None:
+    """The dim along which an index is 0, 1, ... size - 1, where all its others are of one element."""
+    shape = index.meta[VAL].shape
+    long = [d for d, n in enumerate(shape) if not editor.same(n, 1)]
+    if len(long) != 1 or not editor.same(shape[long[0]], size):
+        return None
+    while index.target in _KEEPS_ORDER or (index.target is aten.add.Tensor and index.args[1:] == (0,)):
+        index = index.args[0]  # type: ignore[assignment]
+    counts = op_name(index) == "arange" and argument(index, "start", 0) == 0 and argument(index, "step", 1) == 1
+    return long[0] if counts else None

@@ -61,6 +61,29 @@ def test_all_ranks_of_a_mesh_compute_what_one_process_does(mesh, options, text):
     assert text in str(verdict) and len(verdict.gradients) == 8
 
 
+class Pooled(nn.Module):
+    """What transformers' masks and classifiers do: indices that number the rows of the batch; scores of two tokens of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 6), nn.Linear(6, 4)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, seen, (rows, columns) = self.embed(ids), ids > 2, map(torch.arange, ids.shape)
+        shown = seen[rows[:, None, None], columns] & (columns[:, None] >= columns)
+        scores = (x @ x.mT).masked_fill(~shown, torch.finfo(x.dtype).min)
+        x = scores.softmax(-1) @ x
+        last = (columns * seen).argmax(-1)
+        pair = x[rows[:, None], torch.stack([last, last - ids.shape[1]], 1)]  # from the front, and from the end
+        return F.cross_entropy(self.out(x[rows, last] + pair.tanh().sum(1)), labels.clamp(min=0)[:, 0] % 4)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"cp": 2}])
+def test_rows_of_the_batch_may_be_numbered(mesh):
+    verdict = megafx.verify(Pooled().double(), example_inputs=a_call(), mesh=mesh, tolerance=1e-10)
+    assert verdict, str(verdict)
+
+
 class Layer(nn.Module):
     """The second half reads what the first one's bias is added to, so that backward recomputes it."""
 

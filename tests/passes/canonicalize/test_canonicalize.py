@@ -295,6 +295,53 @@ CASES = [
         parameters={"w": (8,)},
     ),
     Case(
+        "indices_of_all_rows_and_columns",
+        lambda m, x: x[torch.arange(x.shape[0])[:, None, None], torch.arange(x.shape[1])].tanh(),
+        """\
+        %0 = args[0]                      # f64[batch seq 8]
+        %1 = sym_size.int(%0, 0)          # int batch
+        %2 = sym_size.int(%0, 1)          # int seq
+        %3 = reshape(%0, [%1, 1, %2, 8])  # f64[batch 1 seq 8]
+        %4 = tanh(%3)                     # f64[batch 1 seq 8]
+        return %4""",
+    ),
+    Case(
+        "indices_of_all_rows_and_some_columns",
+        lambda m, x, ids: x[torch.arange(x.shape[0])[:, None], ids[0, :3] % 2 - 1].tanh(),
+        """\
+        %0 = args[0]                  # f64[batch seq 8]
+        %1 = args[1]                  # i64[batch seq]
+        %2 = select.int(%1, 0, 0)     # i64[seq]
+        %3 = slice(%2, 0, 0, 3)       # i64[3]
+        %4 = remainder.Scalar(%3, 2)  # i64[3]
+        %5 = sub(%4, 1)               # i64[3]
+        %6 = index(%0, [None, %5])    # f64[batch 3 8]
+        %7 = tanh(%6)                 # f64[batch 3 8]
+        return %7""",
+        inputs="x ids",
+    ),
+    Case(
+        "indices_of_a_column_of_each_row",
+        lambda m, x, ids: x[torch.arange(x.shape[0]), ids.argmax(-1) - x.shape[1]].tanh(),
+        """\
+        %0 = args[0]                  # f64[batch seq 8]
+        %1 = args[1]                  # i64[batch seq]
+        %2 = sym_size.int(%0, 0)      # int batch
+        %3 = sym_size.int(%0, 1)      # int seq
+        %4 = argmax(%1, -1)           # i64[batch]
+        %5 = sub(%4, %3)              # i64[batch]
+        %6 = lt.Scalar(%5, 0)         # bool[batch]
+        %7 = add(%5, %3)              # i64[batch]
+        %8 = where.self(%6, %7, %5)   # i64[batch]
+        %9 = reshape(%8, [%2, 1, 1])  # i64[batch 1 1]
+        %10 = expand(%9, [%2, 1, 8])  # i64[batch 1 8]
+        %11 = gather(%0, 1, %10)      # f64[batch 1 8]
+        %12 = tanh(%11)               # f64[batch 1 8]
+        %13 = reshape(%12, [%2, 8])   # f64[batch 8]
+        return %13""",
+        inputs="x ids",
+    ),
+    Case(
         "heads",
         _heads,
         """\
