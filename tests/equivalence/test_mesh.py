@@ -62,7 +62,7 @@ def test_all_ranks_of_a_mesh_compute_what_one_process_does(mesh, options, text):
 
 
 class Pooled(nn.Module):
-    """What transformers' masks and classifiers do: indices that number the rows of the batch; scores of two tokens of each row."""
+    """Masks and pooling as transformers writes them, with indices that number the rows of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
