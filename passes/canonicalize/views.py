@@ -205,13 +205,14 @@ def index_that_counts(editor: Editor, node: fx.Node) -> bool:
 
     A number of each row would not be that of a data-parallel rank's rows. transformers writes masks and pooling so.
     """
-    x, indices = node.args[:2]
-    if not indices or not all(is_tensor(i) and i.meta[VAL].dtype == torch.int64 for i in indices):  # type: ignore[union-attr]
+    args: Any = node.args
+    x, indices = args[:2]
+    if not indices or not all(is_tensor(i) and i.meta[VAL].dtype == torch.int64 for i in indices):
         return False
-    sizes, given = x.meta[VAL].shape, [i.meta[VAL] for i in indices]  # type: ignore[union-attr]
+    sizes, given = x.meta[VAL].shape, [i.meta[VAL] for i in indices]
     rank, emit = max(i.dim() for i in given), editor.at(node)
-    counted = [_counts(editor, i, n) for i, n in zip(indices, sizes, strict=False)]  # type: ignore[arg-type]
-    dims = [None if d is None else rank - i.dim() + d for d, i in zip(counted, given, strict=True)]
+    counted = [_counts(editor, i, n) for i, n in zip(indices, sizes, strict=False)]
+    dims: list[Any] = [None if d is None else rank - i.dim() + d for d, i in zip(counted, given, strict=True)]
     if None not in dims and len({*dims}) == len(dims):
         order = sorted(range(len(dims)), key=dims.__getitem__)
         permuted = [*order, *range(len(dims), len(sizes))]
@@ -222,14 +223,14 @@ def index_that_counts(editor: Editor, node: fx.Node) -> bool:
         return False
     if all(i.dim() < rank or editor.same(i.shape[0], 1) for i in others):
         left = []
-        for index, value in zip(indices[1:], others, strict=True):  # type: ignore[index]
+        for index, value in zip(indices[1:], others, strict=True):
             shape = editor.shape(value)[1 if value.dim() == rank else 0 :]
             shape = [*[1] * (rank - 1 - len(shape)), *shape]
             left.append(index if len(shape) == value.dim() else emit(aten.reshape.default, index, shape))
         return respell(node, aten.index.Tensor, (x, [None, *left]))
     if len(others) > 1 or others[0].dim() < rank:
         return False
-    index, rest = indices[1], editor.shape(node.meta[VAL])[rank:]  # type: ignore[index]
+    index, rest = indices[1], editor.shape(node.meta[VAL])[rank:]
     count = math.prod(others[0].shape[1:])
     below = emit(aten.lt.Scalar, index, 0)
     index = emit(aten.where.self, below, emit(aten.add.Tensor, index, editor.arg(sizes[1])), index)
