@@ -10,6 +10,7 @@ the length of an empty tensor [n, 0], which is a symbol in the graph.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -203,7 +204,9 @@ def states_for_caches(
         return state_of(value)
 
     if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
-        return tuple(args), dict(kwargs), found
+        return tuple(args), kwargs.copy() if isinstance(kwargs, OrderedDict) else dict(kwargs), found
+    if isinstance(kwargs, OrderedDict):
+        return tuple(map(swap, args)), OrderedDict((k, swap(x)) for k, x in kwargs.items()), found
     named = {k: swap(kwargs[k]) for k in sorted(kwargs)}  # the order of call_tree
     return tuple(map(swap, args)), named, found
 

@@ -13,6 +13,7 @@ import builtins
 import dis
 import functools
 import gc
+import math
 import sys
 import traceback
 import types
@@ -179,6 +180,13 @@ MATH = (
     ),
     *("gamma", "hypot", "isclose", "isfinite", "isinf", "isnan", "lgamma", "pow", "radians", "remainder", "sinh"),
 )
+
+
+def imported_by_name() -> list[tuple[dict[str, Any], str, str]]:
+    """(globals, name there, name in math) of functions of `math` that the user's modules have imported by name."""
+    functions = {id(getattr(math, name)): name for name in MATH if hasattr(math, name)}
+    users = [vars(m) for m in [*sys.modules.values()] if is_user_file(getattr(m, "__file__", None) or "torch")]
+    return [(names, own, functions[id(x)]) for names in users for own, x in [*names.items()] if id(x) in functions]
 
 
 def _whole(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -250,11 +251,11 @@ def suggested_fixes(message: str) -> Fixes | None:
 
 
 def plain_lists(tree: Any) -> Any:
-    """The tree with lists for all nodes that are no list, tuple or dict (cache states, transformers' outputs): torch.export
-    wants the dims of a tree in this form."""
+    """The tree with lists for all nodes that are no list, tuple, dict or OrderedDict (cache states, transformers' outputs):
+    torch.export wants the dims of a tree in this form."""
 
     def is_other(value: Any) -> bool:
-        return type(value) in pytree.SUPPORTED_NODES and type(value) not in (list, tuple, dict)
+        return type(value) in pytree.SUPPORTED_NODES and type(value) not in (list, tuple, dict, OrderedDict)
 
     def one(value: Any) -> Any:
         return plain_lists(list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])) if is_other(value) else value

@@ -29,6 +29,7 @@ from megafx.ir.source_lines import frames_of, is_user_file
 from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP_INPUTS
 
+_CLASS_OF_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
 _OF_TRUTH = re.compile(r"'(Equality|Unequality|(Strict)?(Less|Greater)Than)'")  # sympy's, in an error of Python's
 _CALL = nn.Module._call_impl.__code__.co_name
 _BRANCH = (
@@ -172,6 +173,12 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         return (
             "the model computes with sizes that the call does not determine: " + _first_line(message, "  - "),
             "pass example inputs whose batch and sequence sizes are at least 2 and differ from each other",
+        )
+    if (kind := _CLASS_OF_OUTPUT.search(message)) is not None:
+        return (
+            f"forward returns a {kind[1]}, whose parts a graph does not know",
+            "return tensors in tuples, lists, dicts or dataclasses, or let torch know how to take the class apart: "
+            "torch.utils._pytree.register_pytree_node(...)",
         )
     if "pytree" in message or "Unsupported input type" in message or "not a known type" in message:
         return (

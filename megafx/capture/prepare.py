@@ -31,14 +31,14 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
+from torch.nn.modules import batchnorm, transformer
 from torch.nn.modules import module as of_all
-from torch.nn.modules import transformer
-from torch.utils import checkpoint
+from torch.utils import _contextlib, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture import tensor_hooks
 from megafx.capture.code_names import names_of
-from megafx.capture.conversions import MATH, functions_with, limits, of_numbers, with_conversions
+from megafx.capture.conversions import MATH, functions_with, imported_by_name, limits, of_numbers, with_conversions
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
 from megafx.capture.errors import packing
@@ -223,6 +223,13 @@ def replacements(
 
     why = "functions of math want a number, of which a trace has none"
     table += [Replacement(math, name, of_numbers(name), why) for name in MATH]
+    table += [Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name()]
+
+    why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
+    table += [Replacement(batchnorm._BatchNorm, "forward", _cumulative, why)]
+
+    why = "export knows no inference mode: what is computed in it is a constant to autograd"
+    table += [Replacement(torch.inference_mode, name, _inference_mode, why) for name in ("__enter__", "__exit__")]
 
     why = "`float(tensor)` has to be a number, of which a trace has none"
     for function in dict.fromkeys(f for code in converting for f in functions_with(code)):
@@ -245,6 +252,51 @@ def replacements(
     for fqn, layer in droppable_layers(model):
         table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
     return table
+
+
+def _cumulative(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of batch norms, with the factor of running statistics as a tensor where momentum is None."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        mean, var, seen = self.running_mean, self.running_var, self.num_batches_tracked
+        if self.momentum is not None or not self.training or mean is None or var is None or seen is None:
+            result: Tensor = old(self, x)
+            return result
+        self._check_input_dim(x)
+        seen.add_(1)
+        now = torch.zeros_like(mean), torch.zeros_like(var)  # becomes the batch's
+        result = nn.functional.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            for running, of_batch in zip((mean, var), now, strict=True):
+                running.lerp_(of_batch, 1.0 / seen.to(running.dtype))
+        return result
+
+    return forward
+
+
+def _inference_mode(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`__enter__` or `__exit__` of torch.inference_mode, which the user's code enters (also as a decorator)."""
+    entering = old.__name__ == "__enter__"
+
+    def method(self: Any, *args: Any) -> Any:
+        if not entering:
+            return old(self, *args) if (before := _INFERENCE.pop(id(self), None)) is None else _set_grad(before)
+        frame: Any = sys._getframe(2)  # behind _here_alone
+        while frame is not None and frame.f_code.co_filename == _contextlib.__file__:
+            frame = frame.f_back
+        if frame is None or not is_user_file(frame.f_code.co_filename):
+            return old(self)
+        _INFERENCE[id(self)] = torch.is_grad_enabled()
+        return _set_grad(not self.mode)
+
+    return method
+
+
+_INFERENCE: dict[int, bool] = {}  # by id of a context that is entered: whether gradients were on before
+
+
+def _set_grad(on: bool) -> None:
+    torch.set_grad_enabled(on)
 
 
 def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeType:

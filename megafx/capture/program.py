@@ -101,7 +101,8 @@ def name_inputs(
             name = spec.target or spec.arg.name
             if isinstance(exported.constants[name], FakeTensor):  # of `grad` that a model has bound before
                 reads = next(iter(node.users), node)
-                raise gradient_in_forward(source_of_trace(reads.meta.get("stack_trace") or ""))
+                source = source_of_trace(reads.meta.get("stack_trace") or "")
+                raise gradient_in_forward(source, ", or computes in another thread")
             constants[name] = exported.constants[name]
             inputs.append(Input("constant", name))
         elif spec.kind is InputKind.CUSTOM_OBJ:

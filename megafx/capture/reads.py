@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -281,6 +282,10 @@ class Reads:
 
     def _reach(self, value: Any, place: Place) -> None:
         """What is read of this value is noted too."""
+        if type(value) in weakref.ProxyTypes:
+            with contextlib.suppress(ReferenceError):  # what it stands for may be gone
+                self._reach(value.__init__.__self__, place)
+            return
         found = parts_of(value)
         if found is not None:
             self.reached.add(id(value))
@@ -299,6 +304,11 @@ class Reads:
             for name in ("func", "args", "keywords"):
                 at = Place(value, name, f"{place.name}.{name}", place.line)
                 self._take((id(value), name), at, at.get())
+        elif isinstance(value, weakref.ReferenceType):
+            referent = value()
+            self._take((id(value), "alive"), Place(_Referent(value), "alive", f"{place.name}()", place.line), None)
+            if referent is not None:
+                self._reach(referent, Place(None, place.key, f"{place.name}()", place.line))
         elif isinstance(value, ContextVar):
             self._take((id(value), "value"), Place(_Current(value), "value", f"{place.name}.get()", place.line), None)
         elif isinstance(value, threading.local):
@@ -360,7 +370,7 @@ class Reads:
                 continue
             forward = vars(module).get("forward", ABSENT)
             own = getattr(forward, "own", forward)
-            for function in (own, getattr(type(module), "forward", None)):
+            for function in (own, getattr(type(module), "forward", None), type(module).__call__):
                 self._look_through(getattr(function, "__func__", function), type(module))
             for table in ("_forward_hooks", "_forward_pre_hooks") if module not in self.unhooked else ():
                 for number, hook in vars(module).get(table, {}).items():  # those that are traced
@@ -418,7 +428,7 @@ class Reads:
 
     def look_through_class(self, cls: type, *names: str) -> None:
         """As `_look_through`, of the methods that code calls without naming them, and of those named."""
-        for name in ("__init__", "__call__", "forward", "backward", "setup_context", *names):
+        for name in ("__new__", "__init__", "__call__", "forward", "backward", "setup_context", *names):
             method = vars(cls).get(name)
             self._look_through(getattr(method, "__func__", method), cls)
 
@@ -438,7 +448,7 @@ class Reads:
         method = getattr(found, "fget", getattr(found, "__func__", found))
         if callable(method):
             self._look_through(method, cls)
-        elif isinstance(found, PLAIN) or parts_of(found) is not None:
+        elif isinstance(found, PLAIN) or parts_of(found) is not None or self._is_object(found):
             for base in bases[: owner + 1]:
                 place = self._variable(own := self._own(base), name, f"{base.__name__}.{name}", line)
                 self._take((id(own), name), place, place.get())
@@ -450,6 +460,10 @@ class Reads:
     def _name_of(self, key: tuple[int, Any], name: str) -> str:
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         return next(each for each in names if self.owners.setdefault(each, key) == key)
+
+    def _is_object(self, value: Any) -> bool:
+        """True if it is an instance of a class of the user, as a class may hold: the one instance of it, a registry."""
+        return not (_of_library(type(value)) or callable(value) or hasattr(type(value), "__get__"))
 
     def _own(self, cls: type) -> OwnAttributes:
         return self.classes.setdefault(cls, OwnAttributes(cls))
@@ -475,7 +489,8 @@ class Reads:
             return
         if isinstance(value, type):
             self._bound(place)
-            if rest and not library and isinstance(getattr(value, rest[0], None), (*PLAIN, list, dict, tuple, set)):
+            held = getattr(value, rest[0], None) if rest and not library else None
+            if held is not None and (isinstance(held, (*PLAIN, list, dict, tuple, set)) or self._is_object(held)):
                 at = Place(value, rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(value), rest[0]), at, at.get())
             if not library:
@@ -546,6 +561,17 @@ class _Current:
     @value.setter
     def value(self, new: Any) -> None:
         self.variable.set(new)
+
+
+@dataclass(frozen=True)
+class _Referent:
+    """What a weak reference refers to. Guards may not keep it."""
+
+    reference: weakref.ReferenceType[Any]
+
+    @property
+    def alive(self) -> bool:
+        return self.reference() is not None
 
 
 @dataclass(frozen=True)

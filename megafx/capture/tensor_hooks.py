@@ -113,9 +113,10 @@ def no_gradients(old: Callable[..., Any]) -> Callable[..., Any]:
     return differentiate
 
 
-def gradient_in_forward(source: SourceLine | None) -> CaptureError:
+def gradient_in_forward(source: SourceLine | None, or_else: str = "") -> CaptureError:
+    """or_else: what the code may do that has the same effect."""
     return CaptureError(
-        "forward differentiates (torch.autograd.grad): what autograd keeps for it leaves no trace",
+        f"forward differentiates (torch.autograd.grad){or_else}: what autograd keeps for it leaves no trace",
         source=source,
         fix="return the value, and take its gradient outside of the model, where it is computed in eager mode: "
         "torch.autograd.grad(model(x).sum(), x, create_graph=True)",

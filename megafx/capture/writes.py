@@ -103,7 +103,8 @@ class Writes:
     objects: dict[str, list[Any]] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Remember what modules hold."""
+        """Remember what modules hold, and whether gradients are on."""
+        self.compare(Place(_GRAD_MODE, "on", "torch.is_grad_enabled()"))
         for module in self.reads.model.modules():
             if (name := self.reads.names.get(id(module))) is not None:
                 self._remember(vars(module), name)
@@ -308,6 +309,21 @@ class Writes:
             source=self._line(place),
             fix=or_leave_eager(fix, owner),
         )
+
+
+class _GradMode:
+    """What `torch.set_grad_enabled` sets without a context."""
+
+    @property
+    def on(self) -> bool:
+        return torch.is_grad_enabled()
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        torch.set_grad_enabled(value)
+
+
+_GRAD_MODE = _GradMode()
 
 
 def _mutable(value: Any) -> Any:

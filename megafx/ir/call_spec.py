@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -72,9 +73,10 @@ def _number(form: tuple[Any, ...], outputs: Sequence[Any]) -> Any:
 def call_tree(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """The pytree that is flattened; keyword order does not matter."""
+    """The pytree that is flattened. The order of keywords matters only in an OrderedDict (runtime/keys.py)."""
     kwargs, loss_inputs = kwargs or {}, loss_inputs or {}
-    return tuple(args), {k: kwargs[k] for k in sorted(kwargs)}, {k: loss_inputs[k] for k in sorted(loss_inputs)}
+    named = kwargs.copy() if isinstance(kwargs, OrderedDict) else {k: kwargs[k] for k in sorted(kwargs)}
+    return tuple(args), named, {k: loss_inputs[k] for k in sorted(loss_inputs)}
 
 
 def register_dataclasses(values: Iterable[Any]) -> bool:

@@ -11,14 +11,17 @@ compared.
 
 from __future__ import annotations
 
+import array
 import ast
 import contextlib
+import copy
+import gc
 import random
 import re
 import types
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import contains, getitem
@@ -31,7 +34,12 @@ from megafx.errors import SourceLine
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 NUMBERS = (int, float)
-NAMESPACES = (types.SimpleNamespace, Namespace)  # whose attributes are their parts
+# Whose attributes are their parts.
+NAMESPACES = (
+    *(types.SimpleNamespace, Namespace, ChainMap, UserDict, UserList),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
+BUFFERS = (np.ndarray, bytearray, array.array)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
 _left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
@@ -124,6 +132,8 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, BUFFERS):
+        return bytes(a) == bytes(b) and getattr(a, "typecode", "") == getattr(b, "typecode", "")
     return isinstance(a, PLAIN) and (repr(a) == repr(b) if isinstance(a, (float, complex)) else bool(a == b))
 
 
@@ -153,6 +163,8 @@ class Container:
 
 def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
     """(what holds the parts, key -> part) of a container; None for other values. A set's members are its keys."""
+    if isinstance(value, types.MappingProxyType) and type(held := gc.get_referents(value)[0]) is dict:
+        value = held
     if isinstance(value, dict):
         return value, items_of(value)
     if isinstance(value, SEQUENCES) and not isinstance(value, torch.Size):
@@ -190,8 +202,8 @@ def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -
     """A value as it is now: containers copied, part by part, VARIES for what is named in `varies`; other values themselves."""
     if name and name in varies:
         return VARIES
-    if isinstance(value, np.ndarray):
-        return value.copy()
+    if isinstance(value, BUFFERS):
+        return copy.copy(value)
     found = parts_of(value)
     if found is None:
         return value
@@ -329,7 +341,7 @@ class PythonState:
             self._absent[1].append(key)
         else:
             (self._in_dicts if isinstance(holder, dict) else self._in_sequences).add(holder, key, value)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, BUFFERS):
             self._arrays.append((value, wanted))
         found = parts_of(value)
         if found is None or not isinstance(wanted, Container):

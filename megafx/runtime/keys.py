@@ -12,6 +12,7 @@ import inspect
 import math
 import re
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,7 +144,9 @@ class Normalizer:
         parameters = list(inspect.signature(forward).parameters.values())
         kinds = {p.kind for p in parameters}
         self.by_name = inspect.Parameter.VAR_POSITIONAL not in kinds and inspect.Parameter.POSITIONAL_ONLY not in kinds
+        self.named = frozenset(p.name for p in parameters)
         self.positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         self.none_by_default = frozenset(p.name for p in parameters if p.default is None)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,7 +154,11 @@ class Normalizer:
             given = dict(zip(self.positional, args, strict=False))
             if not given.keys() & kwargs.keys():  # given twice: forward itself complains
                 args, kwargs = (), given | kwargs
-        return args, {k: v for k, v in kwargs.items() if v is not None or k not in self.none_by_default}
+        kwargs = {k: v for k, v in kwargs.items() if v is not None or k not in self.none_by_default}
+        more = [name for name in kwargs if name not in self.named] if self.takes_any else []
+        if more != sorted(more):  # forward(**options) may go through them in the order in which they are given
+            kwargs = OrderedDict((name, kwargs[name]) for name in (*sorted(kwargs.keys() - {*more}), *more))
+        return args, kwargs
 
 
 COMPARED = 512  # elements of an input, its first ones: a few microseconds

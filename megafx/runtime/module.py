@@ -225,6 +225,9 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
     model = runtime.model
     if RUNTIME in vars(model):
         raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
+    if (inner := next((n for n, m in model.named_modules() if RUNTIME in vars(m)), None)) is not None:
+        fix = "parallelize the whole model alone, before its parts, or leave the outer module as it is"
+        raise UsageError(f"the model's submodule '{inner}' is parallelized already", fix=fix)
     refuse_quantised(model, runtime.t)
     refuse_lazy(model)
     if runtime.mesh is not None:

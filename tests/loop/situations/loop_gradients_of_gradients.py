@@ -124,6 +124,19 @@ def a_penalty_of_a_critic_with_batch_norm_and_spectral_norm(loop: Loop) -> None:
     loop.see(score=model(real))
 
 
+@situation("https://github.com/caogang/wgan-gp/issues/11", ranks=(1,))
+def a_penalty_of_a_critic_whose_statistics_are_means_over_all_batches(loop: Loop) -> None:
+    critic = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6, momentum=None), nn.Tanh(), nn.Linear(6, 1))
+    model = loop.model(critic)
+    for _ in range(2):
+        x = torch.randn(5, 4, requires_grad=True)
+        score = model(x)
+        (found,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        (score.square().mean() + found.square().sum()).backward()
+    loop.see_gradients(model)
+    loop.see_state(model)
+
+
 class Writing(nn.Module):
     """Writes a frozen parameter, a buffer, a tensor of an attribute, and twice its argument; counts, and decides by that."""
 

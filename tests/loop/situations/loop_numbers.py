@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from math import isinf, log
 from typing import Any
 
 import torch
@@ -221,8 +222,8 @@ def functions_of_math_of_what_is_computed_of_numbers(loop: Loop) -> None:
         loss, accuracy = F.cross_entropy(h, y), (h.argmax(-1) == y).double().mean().item()
         value = loss.item()
         m.deviation = math.sqrt(max(h.var().item(), 1e-12))
-        m.bad = math.isinf(value / 2)
-        logs = {"perplexity": math.exp(min(value, 20)), "log": round(math.log(value + 1), 4), "nan": math.isnan(value)}
+        m.bad = isinf(value / 2)
+        logs = {"perplexity": math.exp(min(value, 20)), "log": round(log(value + 1), 4), "nan": math.isnan(value)}
         odds = math.log(accuracy + 0.1, 2) - math.log1p(0.1 - accuracy / 20), math.atan2(value, accuracy + 1)
         return loss, logs, odds, math.hypot(value, 2) ** 0.5, math.isfinite(value), math.degrees(-value)
 

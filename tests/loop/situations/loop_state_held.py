@@ -1,0 +1,170 @@
+"""State in what Python's library offers to hold it: weak references, views of dicts, user dicts and lists, buffers, the one
+instance of a class; and modes that forward switches by itself."""
+
+from __future__ import annotations
+
+import array
+import collections
+import types
+import weakref
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from torch import nn
+
+THREAD = "https://github.com/pytorch/pytorch/issues/115774"
+
+
+class Gain:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Only:
+    """A class with one instance."""
+
+    instance: Any = None
+
+    def __new__(cls) -> Only:
+        if cls.instance is None:
+            cls.instance = super().__new__(cls)
+            cls.instance.value = 1.0
+        return cls.instance
+
+
+class Chosen:
+    current: Any = None
+
+    @classmethod
+    def get(cls) -> Any:
+        return cls.current
+
+
+def _step(loop: Loop, model: nn.Module) -> None:
+    torch.manual_seed(3)
+    loss = model(torch.randn(2, 3, 8)).square().mean()
+    loss.backward()
+    loop.see(loss=loss)
+
+
+@situation(THREAD, ranks=(1,))
+def weak_references_and_the_one_instance_of_a_class_are_read(loop: Loop) -> None:
+    owner, other = Gain(1.0), Gain(2.0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.owner, self.stand_in = nn.Linear(8, 8), weakref.ref(owner), weakref.proxy(other)
+            self.of, self.by_name = weakref.WeakKeyDictionary({owner: 3.0}), weakref.WeakValueDictionary(a=owner)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.owner()
+            assert found is not None
+            h = self.linear(x) * found.value * self.stand_in.value + self.of[found]
+            return h * self.by_name["a"].value * Only().value * Chosen.get().value
+
+    Only().value, Chosen.current = 1.0, Gain(1.0)
+    model = loop.model(Model())
+    _step(loop, model)
+    owner.value = 0.5
+    _step(loop, model)
+    other.value = 3.0
+    model.of[owner] = 1.0
+    _step(loop, model)
+    model.by_name["a"] = other
+    _step(loop, model)
+    Only().value = 2.0
+    _step(loop, model)
+    Chosen.current.value = 2.5
+    _step(loop, model)
+    Chosen.current = Gain(0.25)
+    _step(loop, model)
+    loop.see_gradients(model)
+
+
+@situation(THREAD, ranks=(1,))
+def views_of_dicts_user_dicts_and_buffers_are_changed(loop: Loop) -> None:
+    options = {"gain": 1.0}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.view = nn.Linear(8, 8), types.MappingProxyType(options)
+            self.chain, self.own = collections.ChainMap({}, options), collections.UserDict(options)
+            self.items, self.codes, self.numbers = (
+                collections.UserList([1.0]),
+                bytearray(b"\x02"),
+                array.array("d", [1]),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x) * self.view["gain"] + self.chain["gain"] * x + self.own["gain"]
+            return h * self.items[0] * self.codes[0] * self.numbers[0]
+
+    model = loop.model(Model())
+    _step(loop, model)
+    options["gain"] = 2.0
+    _step(loop, model)
+    model.own["gain"] = model.chain["gain"] = 3.0
+    model.items[0] = 0.5
+    _step(loop, model)
+    model.codes[0], model.numbers[0] = 1, 4.0
+    _step(loop, model)
+    loop.see_gradients(model)
+
+
+@situation(THREAD, ranks=(1,))
+def options_come_in_another_order(loop: Loop) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            for name, value in options.items():
+                h = h * value + len(name)
+            return h
+
+    model, x = loop.model(Model()), torch.randn(2, 3, 8)
+    for _ in range(2):
+        loop.see(first=model(x, scale=torch.full((8,), 2.0), by=torch.full((8,), 3.0)))
+        loop.see(second=model(x, by=torch.full((8,), 3.0), scale=torch.full((8,), 2.0)))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/168058", ranks=(1,))
+def forward_enters_inference_mode_and_leaves_gradients_off(loop: Loop) -> None:
+    @torch.inference_mode()
+    def largest(h: torch.Tensor) -> torch.Tensor:
+        return h.amax()
+
+    class Counted(nn.Linear):
+        calls = 0
+
+        def __call__(self, *args: Any) -> Any:
+            Counted.calls += 1
+            return super().__call__(*args)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.leave = Counted(8, 8), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode():
+                norm = self.linear(x).square().mean()
+            h = self.linear(x) / (1 + norm.clone()) * largest(self.linear(x)).clone()
+            if self.leave:
+                torch.set_grad_enabled(False)
+            return h
+
+    model = loop.model(Model())
+    _step(loop, model)
+    with torch.inference_mode():
+        loop.see(value=model(torch.ones(2, 3, 8)).clone())
+    model.leave = True
+    loss = model(torch.ones(2, 3, 8)).sum()
+    loop.see(on=torch.is_grad_enabled(), loss=loss, calls=Counted.calls)
+    torch.set_grad_enabled(True)
+    loop.see_gradients(model)
