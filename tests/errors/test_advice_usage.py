@@ -285,3 +285,34 @@ def test_copies() -> None:
     model = ours()
     model(X)
     torch.testing.assert_close(copy.deepcopy(model)(X), net()(X))
+
+
+def test_a_model_with_a_parallelized_part_and_a_class_of_its_own() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * 2
+
+    with refused("the model's submodule '<inner>' is parallelized already"):
+        megafx.parallelize(Outer(ours()), ONE)
+    wanted = net()(X) * 2
+    torch.testing.assert_close(megafx.parallelize(Outer(net()), ONE)(X), wanted)
+    torch.testing.assert_close(Outer(ours())(X), wanted)
+
+    class Parts(nn.Module):
+        def __init__(self, kind: type) -> None:
+            super().__init__()
+            self.inner, self.kind = net(), kind
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.kind({"out": self.inner(x)})
+
+    class Own(dict[str, torch.Tensor]):
+        pass
+
+    with refused("forward returns a <kind>, whose parts a graph does not know"):
+        megafx.parallelize(Parts(Own), ONE)(X)
+    torch.testing.assert_close(megafx.parallelize(Parts(dict), ONE)(X)["out"], net()(X))
