@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         plan,
         predict_memory,
         profile,
+        rehearse,
         replay,
         sabotage,
         search,
@@ -65,6 +66,7 @@ __all__ = [
     "profile_hardware",
     "register_pattern",
     "register_rule",
+    "rehearse",
     "replay",
     "sabotage",
     "save_checkpoint",
@@ -75,7 +77,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "api": "diff explain fp8_health parallelize plan predict_memory profile replay sabotage search verify",
+    "api": "diff explain fp8_health parallelize plan predict_memory profile rehearse replay sabotage search verify",
     "checkpoint.checkpoint": "LoadedCheckpoint latest_checkpoint load_checkpoint save_checkpoint",
     "config": "Config",
     "debugging": "debug",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.huggingface import is_hf_model
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
@@ -24,7 +25,7 @@ from megafx.equivalence import (
     verify_call,
     verify_on_ranks,
 )
-from megafx.errors import UsageError
+from megafx.errors import ConfigError, UsageError
 from megafx.example_call import ExampleCall, device_of, hardware_of, inputs_of, with_sizes
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
@@ -32,6 +33,7 @@ from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
 from megafx.progress import stage
+from megafx.rehearsal import Rehearsal, rehearse_compiled
 from megafx.replaying import Replayed, replay_call
 from megafx.report.page import side_by_side
 from megafx.report.report import Report, differences, read_report
@@ -112,13 +114,47 @@ def predict_memory(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
-    call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
+    return _compiled(ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)).memory(optimizer)
+
+
+def _compiled(call: ExampleCall) -> Compiled:
+    """The graph of a training call for the ranks that its config says, none of which are there."""
     planner = Planner(
         call.config, call.t, call.hardware, DataAxis.of(call.config),
         wants_grad=lambda spec: spec.kind == "param" and spec.name in call.trained,
         at_call=call.given, device_bytes=call.hardware.memory_bytes,
     )  # fmt: skip
-    return compile_program(call.program(), planner).memory(optimizer)
+    return compile_program(call.program(), planner)
+
+
+@stage("rehearse")
+def rehearse(
+    model: nn.Module,
+    config: Config | None = None,
+    world: int | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Rehearsal:
+    """Prove a run of `world` ranks before it is paid for, in one process, without a GPU or memory for weights.
+
+    Ranks fall into classes with equal graphs. Proven for all ranks of every group: they start the same collectives (op, shape,
+    dtype, reduction) in the same order, forward and backward, and none wait for one another in a circle. The result is true
+    where each class fits into the memory of config.hardware; str() is a table with the modelled step, .to_dict() its data.
+    world: default, the product of the config's sizes; without config.data_parallel_size, data-parallel ranks are those that
+    are left. Other arguments as in `plan`. Raises what `predict_memory` raises, ConfigError, and PlacementError, which names
+    two ranks that differ, the position, the module and its line.
+    """
+    config = config or Config()
+    inner = (config.tensor_model_parallel_size or 1) * config.context_parallel_size
+    if world is None:
+        world = inner * (config.data_parallel_size or 1)
+    if world < 1 or world % inner:
+        found = f"{world} ranks are no multiple of the {inner} that tensor_model_parallel_size and context_parallel_size make"
+        raise ConfigError(found, fix="give a multiple, or other sizes")
+    if config.data_parallel_size is None and world > inner:
+        config = config.replace(data_parallel_size=world // inner)
+    return rehearse_compiled(_compiled(ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)), world)
 
 
 @stage("search")

@@ -35,7 +35,7 @@ from megafx.units import bytes_of, device_memory
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done; 2 arguments, files or a config that do not fit; 1 another error, or something was found (verify,
-    check-rules, diff, replay) or nothing (plan --gpus)."""
+    check-rules, diff, replay), does not fit (rehearse), or nothing was (plan --gpus)."""
     given = sys.argv[1:] if argv is None else argv
     try:
         args, unknown = _parser().parse_known_args(given or ["--help"])
@@ -104,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "compile the call, and show what its graphs hold over the step (megafx.predict_memory)"
     argument("--predict-memory", action="store_true", help=about)
     argument("--model-explorer", type=_output, metavar="FILE", help="write the graph as JSON of Model Explorer")
+    about = "prove a run of many ranks: order of collectives, memory of each class of ranks, modelled step"
+    argument = add_for_model(_rehearse, "megafx.rehearse", about)
+    argument("--world", type=_count, metavar="N", help="ranks in all (default: the product of the sizes)")
+    argument("--json", type=_output, metavar="FILE", help="write what was found as JSON")
     argument = add_for_model(
         _verify,
         "megafx.verify",
@@ -322,6 +326,18 @@ def _explain(args: argparse.Namespace) -> int:
 
         args.model_explorer.write_text(json.dumps(graph_collection(report.picture, args.model)))
     return 0
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    import megafx
+
+    config = _config(args)
+    model, inputs = _model(args)
+    found = megafx.rehearse(model, config, args.world, example_inputs=inputs)
+    print(found)
+    if args.json:
+        args.json.write_text(json.dumps(found.to_dict(), indent=1))
+    return 0 if found else 1
 
 
 def _verify(args: argparse.Namespace) -> int:

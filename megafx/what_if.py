@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -303,6 +304,30 @@ def _priced(
         given = planner.solved
         picture = costed_graph(program, planner)
         yield picture, timeline(picture), batch
+
+
+def modelled_step(
+    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware
+) -> tuple[dict[str, float], list[str]]:
+    """(microseconds of a step of this config by cause, what of it is not priced)."""
+    t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
+    left = [f"{what} are not in the step" for what in _not_priced(config)]
+    if why := _out_of_reach(t, t * d, hardware):
+        left.append(f"data-parallel collectives are not in the step: {why}")
+        config = config.replace(data_parallel_size=None, data_parallel="ddp")
+    elif d == 1:
+        config = config.replace(data_parallel="ddp")
+    found = _with_data(picture, step, config, hardware, sys.maxsize)
+    return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
+
+
+def _not_priced(config: Config) -> Iterator[str]:
+    if config.context_parallel_size > 1:
+        yield "collectives of context-parallel ranks"
+    if config.activation_memory_budget is not None:
+        yield "values computed again for activation_memory_budget"
+    if config.data_parallel_shard_size not in (None, config.data_parallel_size):
+        yield "what data_parallel_shard_size saves"
 
 
 def _with_data(

@@ -21,6 +21,8 @@ from megafx.compiler.stages import passes_of, runner_of, since
 from megafx.ir.program import RECOMPUTE, VAL, Program
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.add_pending import add_pending
+from megafx.passes.experts.drop_expert_values import drop_expert_values
+from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.keep_casts import keep_casts
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
@@ -104,6 +106,13 @@ class Compiled:
         runner_of(planner, "lowered", quiet=True).run(program, passes_of(planner, "rank"))
         return program
 
+    def bound(self, axes: Mapping[str, AxisContext]) -> Program:
+        """BOUND: the graph of the rank at this place, before it is cut into forward and backward."""
+        program, planner = self.program.copy(), replace(self.planner, axes=axes)
+        for step in (drop_expert_values, bind_mesh):
+            step(program, planner)
+        return program
+
     def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
         """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`), and the
         gradients that it takes in addition."""
@@ -116,9 +125,11 @@ class Compiled:
         late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
         return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
 
-    def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
-        """Predicted memory of one rank, as `analysis.memory.memory` says."""
-        program = self.program.copy()
+    def memory(
+        self, optimizer: str = "adamw", held: int | None = None, axes: Mapping[str, AxisContext] | None = None
+    ) -> Memory:
+        """Predicted memory of one rank, as `analysis.memory.memory` says. axes: its place, where that is known."""
+        program = self.program.copy() if axes is None else self.bound(axes)
         for step in (keep_casts, partition, schedule_offload, regather, reuse_buffers):
             step(program, self.planner)
         with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():

@@ -1,6 +1,7 @@
 """Checks that ranks agree and that values are finite; after a failed check every rank raises an error that says where.
 
-Checks compare digests gathered on every rank, so that all ranks raise together instead of some hanging in a collective.
+Checks compare every rank with rank 0 and reduce the outcome, so that all ranks raise together instead of some hanging in a
+collective, and what a rank sends does not grow with their number. Of differences that of the first rank is sent.
 """
 
 from __future__ import annotations
@@ -33,13 +34,25 @@ SAME_BATCH = (
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's value (pickled), on every rank; without a group this rank's own."""
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, of: int = 0) -> Any:
+    """The value (pickled) of rank `of` of the group, on every rank; without a group this rank's own."""
     box = [value]
     if group is not None:
-        with stopping_with_others("a message of rank 0 to all"):
-            dist.broadcast_object_list(box, group_src=0, group=group)
+        with stopping_with_others(f"a message of rank {of} to all"):
+            dist.broadcast_object_list(box, group_src=of, group=group)
     return box[0]
+
+
+def first_rank(holds: bool, group: dist.ProcessGroup | None) -> int | None:
+    """The first rank of the group for which it holds, on every rank. Nothing that is sent grows with the number of ranks."""
+    if group is None:
+        return 0 if holds else None
+    ranks = dist.get_world_size(group)
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    first = torch.tensor(dist.get_rank(group) if holds else ranks, device=device)
+    with stopping_with_others("a comparison of all ranks"):
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    return None if int(first) == ranks else int(first)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -54,10 +67,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str = "") -> None:
     """Raise on every rank unless all ranks have the same text."""
-    digests = gather_objects(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), group)
-    if other := next((r for r, digest in enumerate(digests) if digest != digests[0]), 0):
-        texts = gather_objects(text, group)  # all ranks come here
-        a, b = texts[0].splitlines(), texts[other].splitlines()
+    mine = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    other = first_rank(broadcast_object(mine, group) != mine, group)
+    if other is not None:
+        texts = [broadcast_object(text, group, of) for of in (0, other)]  # all ranks come here
+        a, b = (t.splitlines() for t in texts)
         lines = (f"'{x[:200]}' on rank 0, '{y[:200]}' there" for x, y in zip(a, b, strict=False) if x != y)
         first = next(lines, f"{len(a)} lines on rank 0, {len(b)} there")
         raise AgreementError(f"rank {other} and rank 0 differ in {what}: {first}", fix=fix)
@@ -95,13 +109,13 @@ def raising_together(group: dist.ProcessGroup | None, become: type[MegafxError] 
         if become is not None:
             error = become(text)
             error.__cause__ = found
-    errors = gather_objects(sent, group)
+    first = first_rank(sent is not None, group)
+    if first is None:
+        return
+    kind, text, fix = broadcast_object(sent, group, first)
     if error is not None:
         raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            kind, text, fix = other
-            raise kind(f"on rank {rank}: {text}", fix=fix)
+    raise kind(f"on rank {first}: {text}", fix=fix)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -124,9 +138,13 @@ def tensor_hash(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor_hash(x).to(tensors[0].device) for x in tensors])
+
+
 def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Hashes of n tensors -> [ranks, n] on the host."""
-    values = torch.stack([tensor_hash(x).to(tensors[0].device) for x in tensors])
+    values = _hashes(tensors)
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, values, group=group)
     return torch.stack(rows).cpu()
@@ -142,8 +160,12 @@ def differing(tensors: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     real = [(n, x) for n, x in tensors if not x.is_meta]
     if not real:
         return []
-    hashes = _gather_hashes([x for _, x in real], group)
-    return [n for (n, _), same in zip(real, (hashes == hashes[0]).all(0), strict=True) if not same]
+    mine = _hashes([x for _, x in real])
+    first = mine.clone()
+    dist.broadcast(first, group_src=0, group=group)
+    differs = (mine != first).to(torch.uint8)
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+    return [n for (n, _), differ in zip(real, differs.tolist(), strict=True) if differ]
 
 
 def agree_on_weights(

@@ -29,7 +29,7 @@ reducing them) and `print_readable(path)` (the rewritten graph of one module, as
 GROUPS = {
     "Parallelize and train": ["parallelize", "broadcast_data", "check_data", "full_gradients", "full_state_dict"],
     "See": ["plan", "explain", "fp8_health", "search", "predict_memory", "profile", "diff", "load_model", "profile_hardware"],
-    "Verify": ["verify", "sabotage", "replay", "debug", "MegafxError"],
+    "Verify": ["verify", "rehearse", "sabotage", "replay", "debug", "MegafxError"],
     "Weights and checkpoints": [
         "load_safetensors", "initialize", "save_pretrained", "save_checkpoint", "load_checkpoint", "latest_checkpoint",
         "LoadedCheckpoint", "whole_parameters",

@@ -52,6 +52,16 @@ def llama(tmp_path):
     return tmp_path
 
 
+def test_rehearse(llama, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    options = ["--tp", "2", "--world", "4", "--hardware", "h100-nvlink", "--json", str(found)]
+    assert main(["rehearse", str(llama), *options]) == 0
+    assert capsys.readouterr().out.startswith("4 ranks: dp 2 x tp 2\n")
+    assert json.loads(found.read_text())["classes"][0]["fits"] is True
+    assert main(["rehearse", str(llama), "--tp", "2", "--world", "3"]) == 2
+    assert "3 ranks are no multiple of the 2" in capsys.readouterr().err
+
+
 def test_options_are_the_fields_of_config(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.checkpoint.state import decode
+from megafx.distributed.agreement import check_setting, differing, raising_together
 from megafx.errors import AgreementError, CaptureError, CheckpointError, LostRankError, UsageError
 
 
@@ -85,6 +86,40 @@ def ranks_compute_the_same() -> None:
         text = "differ in what the model computes: .*aten.dropout.default.* on rank 0"
         raises(AgreementError, text, lambda: net(Net, 0.1 + rank / 10)(x()))
         raises(OSError if rank == 1 else CaptureError, "no such table", lambda: net(Fails)(x()))
+
+
+@check(4, seed=0)
+def any_rank_of_a_mesh_that_differs_is_named() -> None:
+    """Nothing that is sent grows with the number of ranks, and every rank has the same text, whichever it is."""
+    rank, sizes = dist.get_rank(), {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
+    alone = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("values of all ranks go to all"))
+    for other in range(4):
+        named, here = other or 1, rank == other
+        text = rf"^rank {named} and rank 0 differ in the Config: 'Config.check_inputs_every = {1 if other == 0 else 0}' on"
+        with at_once(), alone:
+            raises(AgreementError, text, lambda on=here: check_setting(megafx.Config(check_inputs_every=int(on)), group()))
+        with at_once(), alone:
+            shape = 7 if here else 6
+            raises(
+                AgreementError,
+                rf"^rank {named} and rank 0 differ in the model: 'weight: \({7 if other == 0 else 6},",
+                lambda n=shape: differing([("weight", torch.ones(n))], group()),
+            )
+            weights = [("same", torch.ones(3)), ("other", torch.full((3,), float(here)))]
+            assert differing(weights, group()) == ["other"]
+            kind, start = (ValueError, "^no table") if here else (AgreementError, f"^on rank {other}: ValueError: no table")
+            raises(kind, start, lambda on=here: together(on))
+    assert net(**sizes).megafx.meshes.everyone is not None
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def together(fails: bool) -> None:
+    with raising_together(group()):
+        if fails:
+            raise ValueError("no table")
 
 
 class Refuses:
