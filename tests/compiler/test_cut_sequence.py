@@ -26,17 +26,18 @@ class Block(nn.Module):
 
 
 CUT = """\
-%0 = embed.weight                                                                                # f32[11 4] param
-%1 = kv.weight                                                                                   # f32[4 4] param
-%2 = args[0]                                                                                     # i64[batch seq]
-%3 = sym_size.int(%2, 1)                                                                         # int seq
-%4 = transition(%2, 'I', 'S1', [], [1, %3, 1], 'cp', 2)                                          # i64[batch ((seq+1)//2)]
-%5 = embedding(%0, %4)                                                                           # f32[batch ((seq+1)//2) 4]
-%6 = unsqueeze(%5, 1)                                                                            # f32[batch 1 ((seq+1)//2) 4]
-%7 = linear(%6, %1)                                                                              # f32[batch 1 ((seq+1)//2) 4]
-%8 = transition(%7, 'S2', 'R', [1, %3, 1], [], 'cp', 2)                                          # f32[batch 1 seq 4]
-%9 = attention(%6, %8, %8, None, None, None, 0.5, True, 0, 0.0, 0, 0.0, 0, 2, [1, %3, 1], 'cp')  # f32[batch 1 ((seq+1)//2) 4]
-%10 = transition(%9, 'S2', 'I', [1, %3, 1], [], 'cp', 2)                                         # f32[batch 1 seq 4]
+%0 = embed.weight                                         # f32[11 4] param
+%1 = kv.weight                                            # f32[4 4] param
+%2 = args[0]                                              # i64[batch seq]
+%3 = sym_size.int(%2, 1)                                  # int seq
+%4 = transition(%2, 'I', 'S1', [], [1, %3, 1], 'cp', 2)   # i64[batch ((seq+1)//2)]
+%5 = embedding(%0, %4)                                    # f32[batch ((seq+1)//2) 4]
+%6 = unsqueeze(%5, 1)                                     # f32[batch 1 ((seq+1)//2) 4]
+%7 = linear(%6, %1)                                       # f32[batch 1 ((seq+1)//2) 4]
+%8 = transition(%7, 'S2', 'R', [1, %3, 1], [], 'cp', 2)   # f32[batch 1 seq 4]
+%9 = attention(%6, %8, %8, None, None, None, None, 0.5, True, 0, 0.0, 0, 0.0, 0, 2, [1, %3, 1], 'cp')  \
+# f32[batch 1 ((seq+1)//2) 4]
+%10 = transition(%9, 'S2', 'I', [1, %3, 1], [], 'cp', 2)  # f32[batch 1 seq 4]
 return %10"""
 
 
