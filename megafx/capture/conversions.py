@@ -17,7 +17,7 @@ import math
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -182,10 +182,11 @@ MATH = (
 )
 
 
-def imported_by_name() -> list[tuple[dict[str, Any], str, str]]:
-    """(globals, name there, name in math) of functions of `math` that the user's modules have imported by name."""
+def imported_by_name(libraries: Collection[str]) -> list[tuple[dict[str, Any], str, str]]:
+    """(globals, name there, name in math) of functions of `math` that modules have imported by name.
+    libraries: packages left out."""
     functions = {id(getattr(math, name)): name for name in MATH if hasattr(math, name)}
-    users = [vars(m) for m in [*sys.modules.values()] if is_user_file(getattr(m, "__file__", None) or "torch")]
+    users = [vars(m) for name, m in [*sys.modules.items()] if name.partition(".")[0] not in libraries]
     return [(names, own, functions[id(x)]) for names in users for own, x in [*names.items()] if id(x) in functions]
 
 

@@ -55,7 +55,7 @@ from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replac
 from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
-from megafx.capture.reads import Reads
+from megafx.capture.reads import LIBRARIES, Reads
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
@@ -223,7 +223,7 @@ def replacements(
 
     why = "functions of math want a number, of which a trace has none"
     table += [Replacement(math, name, of_numbers(name), why) for name in MATH]
-    table += [Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name()]
+    table += [Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name(LIBRARIES)]
 
     why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
     table += [Replacement(batchnorm._BatchNorm, "forward", _cumulative, why)]

@@ -35,6 +35,7 @@ from megafx.ir.python_state import (
     ABSENT,
     PLAIN,
     Place,
+    Referent,
     generator_state,
     generator_states,
     part_name,
@@ -306,7 +307,7 @@ class Reads:
                 self._take((id(value), name), at, at.get())
         elif isinstance(value, weakref.ReferenceType):
             referent = value()
-            self._take((id(value), "alive"), Place(_Referent(value), "alive", f"{place.name}()", place.line), None)
+            self._take((id(value), "alive"), Place(Referent(value), "alive", f"{place.name}()", place.line), None)
             if referent is not None:
                 self._reach(referent, Place(None, place.key, f"{place.name}()", place.line))
         elif isinstance(value, ContextVar):
@@ -561,17 +562,6 @@ class _Current:
     @value.setter
     def value(self, new: Any) -> None:
         self.variable.set(new)
-
-
-@dataclass(frozen=True)
-class _Referent:
-    """What a weak reference refers to. Guards may not keep it."""
-
-    reference: weakref.ReferenceType[Any]
-
-    @property
-    def alive(self) -> bool:
-        return self.reference() is not None
 
 
 @dataclass(frozen=True)

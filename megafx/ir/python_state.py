@@ -124,6 +124,17 @@ class Place:
             (OrderedDict if kind is OrderedDict else dict).pop(holder, self.key, None)
 
 
+@dataclass(frozen=True)
+class Referent:
+    """What a weak reference refers to. Guards may not keep it."""
+
+    reference: weakref.ReferenceType[Any]
+
+    @property
+    def alive(self) -> bool:
+        return self.reference() is not None
+
+
 def same(a: Any, b: Any) -> bool:
     """True if two values mean the same to code: the same object, or equal plain values of one type (0.0 is not -0.0)."""
     if a is b:
