@@ -210,7 +210,7 @@ def _without_twins(found: Iterable[Candidate]) -> list[Candidate]:
     """found: best first -> the same, but of forms of data parallelism whose steps are about equal the first has the others."""
     rows: list[tuple[Config, Candidate, list[Candidate]]] = []
     for candidate in found:
-        choice = candidate.config.replace(data_parallel="ddp")
+        choice = _in_form(candidate.config, "ddp")
         for other, first, twins in rows:
             if other == choice and candidate.slower_than(first) <= TWINS:
                 twins.append(candidate)
@@ -314,11 +314,18 @@ def modelled_step(
     left = [f"{what} are not in the step" for what in _not_priced(config)]
     if why := _out_of_reach(t, t * d, hardware):
         left.append(f"data-parallel collectives are not in the step: {why}")
-        config = config.replace(data_parallel_size=None, data_parallel="ddp")
+        config = _in_form(config, "ddp").replace(data_parallel_size=None)
     elif d == 1:
-        config = config.replace(data_parallel="ddp")
+        config = _in_form(config, "ddp")
     found = _with_data(picture, step, config, hardware, sys.maxsize)
     return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
+
+
+def _in_form(config: Config, form: str) -> Config:
+    """The config with another form of data parallelism; "ddp" has no shards."""
+    return config.replace(
+        data_parallel=form, data_parallel_shard_size=None if form == "ddp" else config.data_parallel_shard_size
+    )
 
 
 def _not_priced(config: Config) -> Iterator[str]:
@@ -372,7 +379,7 @@ def _with_data(
                 "AdamW's moments": moments // whole,
                 "kept for backward": int(kept * (1 if fraction is None else fraction)),
             }
-            changed = config.replace(data_parallel=form, activation_memory_budget=fraction)
+            changed = _in_form(config, form).replace(activation_memory_budget=fraction)
             sent = moved + (0 if d == 1 else int(grads * (d - 1) / d * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
             dtype, products = max(hardware.flops_per_second.items(), key=lambda item: item[1])
             peak = hardware.peak_flops_per_second.get(dtype, 0.0)

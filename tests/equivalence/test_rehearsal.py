@@ -146,6 +146,9 @@ def test_other_numbers_of_ranks() -> None:
         megafx.rehearse(model, config, 4, example_inputs=(batch,))
     one = megafx.rehearse(model, megafx.Config(tensor_model_parallel_size=2), 4, example_inputs=(batch,))
     assert one.world == 4 and one.mesh["tp"] == 2
+    config = megafx.Config(tensor_model_parallel_size=2, data_parallel="fsdp", data_parallel_shard_size=2)
+    copies = megafx.rehearse(model, config, 8, example_inputs=(batch,))
+    assert copies.groups["dp_shard"][:2] == (4, 2) and copies.groups["dp_replicate"][:2] == (4, 2)
 
 
 def test_ranks_that_wait_in_a_circle() -> None:
