@@ -82,6 +82,11 @@ def test_reports_and_plans(tmp_path: Path) -> None:
     with refused("no optimizer '<optimizer>' is known") as error:
         megafx.predict_memory(net(), two, example_inputs=(X,), optimizer="adamm")
     megafx.predict_memory(net(), two, example_inputs=(X,), optimizer=error[0].fix.split()[2].rstrip(","))
+    with refused("<world> ranks are no multiple of the <inner> that tensor_model_parallel_size"):
+        megafx.rehearse(net(), two, 3, example_inputs=(X.repeat(2, 1),))
+    with refused("the mesh <text> has <ranks> ranks, not <world>"):
+        megafx.rehearse(net(), two.replace(data_parallel_size=2), 2, example_inputs=(X.repeat(2, 1),))
+    assert megafx.rehearse(net(), two.replace(data_parallel_size=2), 4, example_inputs=(X.repeat(2, 1),)).world == 4
     with refused("gpus=<gpus>, batches=<batches> leave nothing to search"):
         megafx.search(net(), gpus=0, memory="80GiB", example_inputs=(X,))
 
