@@ -115,12 +115,6 @@ FORMS = {
         lambda q, k, v, a: torch.softmax((q @ k.transpose(-1, -2) + a) * 0.5, -1) @ v,
         HEADS | {"a": "f32[1 n=2 1 s]"},
     ),
-    "filled, then masked": (
-        lambda q, k, v, m, a: (
-            torch.softmax(torch.where(m, scores(q, k), torch.full([], -math.inf, dtype=q.dtype)) + a, -1) @ v
-        ),
-        HEADS | {"m": "bool[1 1 s s]", "a": "f32[b 1 s s]"},
-    ),
     "a scaled query": (lambda q, k, v: hugging_face(q * 0.25, k, v), HEADS),
     "a scaled query, heads not yet apart": (
         lambda x, k, v: hugging_face((x / 3.0).view(x.shape[0], x.shape[1], 2, -1).transpose(1, 2), k, v),
