@@ -17,7 +17,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "<what> cannot cut the <of>: <what>, which would s": "loop/situations/loop_data_parallel.py",
     "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",
     "forward writes into its argument '<own>', which s": "loop/situations/loop_written_arguments.py",
-    "with fp8, data- and context-parallel ranks scale ": "equivalence/test_mesh.py",
+    "with fp8, data- and context-parallel ranks scale ": "checks/test_mesh.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",
     "fp8 on <name>: its products need <needed>": "passes/backward/test_scaled_products.py",
     "torch.autograd.grad or backward(inputs=...) with": "loop/situations/loop_hooks_on_outputs.py",
