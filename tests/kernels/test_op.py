@@ -180,7 +180,7 @@ def _op(name: str) -> Any:
 _HEADS = [torch.zeros(2, n, 16, 32, dtype=BF16) for n in (4, 2, 2)]
 WIDE = (
     "megafx.attention_forward.default",
-    [*_HEADS, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0, 0.1, 7, -1, [], ""],
+    [*_HEADS, None, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0, 0.1, 7, -1, [], ""],
 )
 OPS = [(name, facts) for name, facts in declared().items() if _replay(_op(name))]
 CALLS = [(name, _sample(args)) for name, facts in OPS for args in facts.samples] + [WIDE]
@@ -214,8 +214,11 @@ def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: l
     assert rounds[0] == rounds[1] == rounds[2] == rounds[3]
     replay = _replay(call)
     assert replay is not None
-    if name == "megafx.attention_mask_backward.default":  # sums besides its kernel
+    if name == "megafx.attention_mask_backward.default":  # sums beside its kernel
         assert forms(replay) == ["it calls aten.mul.Tensor"]
+        return
+    if name == "megafx.attention_forward.default" and args[5] is not None:  # the least and largest id of each tile
+        assert forms(replay) == ["it calls aten.aminmax.default"]
         return
     assert [type(f) for f in forms(replay)] == [Recording], forms(replay)
     assert any(isinstance(step, Launch) for step in forms(replay)[0].steps)
@@ -434,6 +437,7 @@ def gpu_checks() -> None:
                 rand(2, 4, 48, 32),
                 rand(2, 2, 48, 32),
                 rand(2, 2, 48, 32),
+                None,
                 None,
                 None,
                 seed,
