@@ -79,7 +79,7 @@ def test_every_command_names_its_python_call(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.findall(r"^    ([a-z-]+)", capsys.readouterr().out.partition("positional")[2], re.MULTILINE)
-    listed = "plan explain verify passes check-rules convert diff profile-hardware replay version"
+    listed = "plan rehearse explain verify passes check-rules convert diff profile-hardware replay version"
     assert sorted(commands) == sorted(listed.split())
     for command in commands:
         with pytest.raises(SystemExit):
