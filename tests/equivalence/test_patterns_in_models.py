@@ -26,6 +26,7 @@ from megafx.capture.export import capture_call
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.ir import dump
+from megafx.ir.nodes import argument
 from megafx.ir.program import VAL, active_nodes
 from megafx.testing import make_planner
 
@@ -147,7 +148,7 @@ def test_no_mask_has_queries_and_keys(name):
     program = fused(name)
     calls = [n for n in program.graph.nodes if n.op == "call_function"]
     attention = next(n for n in calls if dump.target_text(n.target) == "attention")
-    assert attention.args[3] is None and attention.args[7:9] == MASKED[name]
+    assert [argument(attention, a) for a in ("mask", "causal", "window")] == [None, *MASKED[name]]
     values = (n.meta[VAL] for n in calls)
     twice = [
         v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and repr(v.shape[-1]) == repr(v.shape[-2])
