@@ -284,7 +284,7 @@ class Reads:
     def _reach(self, value: Any, place: Place) -> None:
         """What is read of this value is noted too."""
         if type(value) in weakref.ProxyTypes:
-            with contextlib.suppress(ReferenceError):  # what it stands for may be gone
+            with contextlib.suppress(ReferenceError):  # its object may be gone
                 self._reach(value.__init__.__self__, place)
             return
         found = parts_of(value)

@@ -246,7 +246,10 @@ def _counts(editor: Editor, index: fx.Node, size: int | torch.SymInt) -> int | N
     long = [d for d, n in enumerate(shape) if not editor.same(n, 1)]
     if len(long) != 1 or not editor.same(shape[long[0]], size):
         return None
-    while index.target in _KEEPS_ORDER or (index.target is aten.add.Tensor and index.args[1:] == (0,)):
-        index = index.args[0]  # type: ignore[assignment]
-    counts = op_name(index) == "arange" and argument(index, "start", 0) == 0 and argument(index, "step", 1) == 1
+    source: Any = index
+    while source.target in _KEEPS_ORDER or (source.target is aten.add.Tensor and source.args[1:] == (0,)):
+        source = source.args[0]
+        if source.meta[VAL].dtype not in (torch.int64, torch.int32):  # a cast from others may change the numbers
+            return None
+    counts = op_name(source) == "arange" and argument(source, "start", 0) == 0 and argument(source, "step", 1) == 1
     return long[0] if counts else None

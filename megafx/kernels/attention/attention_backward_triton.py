@@ -31,6 +31,7 @@ from megafx.kernels.attention.attention_triton import (
     coordinates,
     described,
     key_range,
+    keys_of_segments,
     same_segments,
     schedule,
     score_tile,
@@ -120,12 +121,9 @@ def _query_gradient(
     tl.store(at + stats_apart, delta, mask=qi < padded)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
     if SEGMENTS is not None:
-        near, beyond = same_segments(
-            SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, tl.where(qi < S, qp, S - 1), T, NB
+        first, whole, last = keys_of_segments(
+            first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
         )  # fmt: skip
-        first = tl.maximum(first, near // BN * BN)
-        last = tl.minimum(last, beyond)
-        whole = tl.minimum(whole, last // BN * BN)
     if not PRODUCT:
         if DROP:
             for n0 in range(first, last, BN):

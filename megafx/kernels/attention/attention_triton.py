@@ -162,6 +162,17 @@ def same_segments(SEGMENTS, ids_at, RANGES, ranges_at, inside, T, NB: tl.constex
     return first, tl.minimum(T, tl.max(tl.where(near, block + 1, 0), 0) * 64)
 
 
+@triton.jit
+def keys_of_segments(
+    first, whole, last, SEGMENTS, ids_at, RANGES, ranges_at, qi, qp, S, T, BN: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
+    """`key_range` without the tiles of BN keys in which no query finds its segment. qi, qp: as of `score_tile`."""
+    near, beyond = same_segments(SEGMENTS, ids_at, RANGES, ranges_at, tl.where(qi < S, qp, S - 1), T, NB)
+    first = tl.maximum(first, near // BN * BN)
+    last = tl.minimum(last, beyond)
+    return first, tl.minimum(whole, last // BN * BN), last
+
+
 # -- forward
 
 
@@ -238,12 +249,9 @@ def _forward(
     high = tl.full([BM], float("-inf"), tl.float32)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
     if SEGMENTS is not None:
-        near, beyond = same_segments(
-            SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, tl.where(qi < S, qp, S - 1), T, NB
+        first, whole, last = keys_of_segments(
+            first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
         )  # fmt: skip
-        first = tl.maximum(first, near // BN * BN)
-        last = tl.minimum(last, beyond)
-        whole = tl.minimum(whole, last // BN * BN)
     acc, total, high = _forward_tiles(
         acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, first, whole,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,

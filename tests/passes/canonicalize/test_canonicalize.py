@@ -494,3 +494,12 @@ def test_a_number_of_the_host_is_written_to_the_device() -> None:
     canonicalize_program(program)
     moved = program.graph.find_nodes(op="call_function", target=aten.to.device)
     assert [n.meta[VAL].device.type for n in moved] == ["meta"]
+
+
+def test_a_cast_that_changes_numbers_is_no_count_of_rows() -> None:
+    model = Function(lambda m, x: x[torch.arange(x.shape[0]).bool().long()] * 2, {})
+    inputs = [x_of(3)]
+    program = capture_call(model, inputs)
+    canonicalize_program(program)
+    assert program.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    _assert_same(model, program, inputs)
