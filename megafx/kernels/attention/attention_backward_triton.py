@@ -32,9 +32,9 @@ from megafx.kernels.attention.attention_triton import (
     described,
     key_range,
     keys_of_segments,
-    same_segments,
     schedule,
     score_tile,
+    segment_blocks,
     takes_descriptors,
     tile,
 )
@@ -47,12 +47,14 @@ from megafx.kernels.common.tiles_triton import LOG2E
 @triton.jit
 def _query_tiles(
     dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp, lo, hi,
-    kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
+    skip, gap, kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        if SEGMENTS is not None:
+            n0 = tl.where(n0 < skip, n0, n0 + gap)
         n0 = tl.multiple_of(n0, BN)
         k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -120,10 +122,12 @@ def _query_gradient(
     tl.store(at, lse, mask=qi < padded)
     tl.store(at + stats_apart, delta, mask=qi < padded)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
-        first, whole, last = keys_of_segments(
+        rest, lo, whole, last = keys_of_segments(
             first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
         )  # fmt: skip
+        gap = whole - lo
     if not PRODUCT:
         if DROP:
             for n0 in range(first, last, BN):
@@ -132,13 +136,13 @@ def _query_gradient(
     else:
         dq = tl.zeros([BM, EP], tl.float32)
         dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp, first, whole,
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, None, ids_at, b, kv, q0, qi, qp, lo, whole, lo, 0,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dq = _query_tiles(
             dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp,
-            tl.maximum(first, whole), last,
+            rest, last - gap, lo, gap,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
@@ -185,12 +189,15 @@ def _query_product(
 @triton.jit
 def _key_tiles(
     dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0, lo, hi,
-    qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
+    skip, gap, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Queries lo .. hi; with segments, those from `skip` on are `gap` further."""
     for q0 in tl.range(lo, hi, BM, num_stages=STAGES):
+        if SEGMENTS is not None:
+            q0 = tl.where(q0 < skip, q0, q0 + gap)
         q0 = tl.multiple_of(q0, BM)
         q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
         do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
@@ -265,13 +272,21 @@ def _key_gradient(
             lo = tl.maximum(lo, (tl.maximum(0, n0 - window + 1)) // BM * BM)
             hi = tl.minimum(S, n0 + BN - 1 + window)
             whole = hi
+    edges, seen, end, gap = tl.minimum(whole, hi), tl.maximum(lo, whole), hi, 0  # rows [seen, end) are not compared
+    if SEGMENTS is not None:
+        edges = hi
+        seen = hi
     if RANGES is not None:
-        near, beyond = same_segments(
+        near, last, same, beyond = segment_blocks(
             SEGMENTS, b.to(tl.int64) * ids_b, RANGES, b.to(tl.int64) * ranges_b,
             tl.minimum(n0 + tl.arange(0, BN), T - 1), T, NB,
         )  # fmt: skip
         lo = tl.maximum(lo, near // BM * BM)
-        hi = tl.minimum(hi, beyond)
+        hi = tl.minimum(hi, last)
+        seen = tl.maximum(tl.maximum(lo, whole), tl.cdiv(same, BM) * BM)
+        end = tl.maximum(seen, tl.minimum(hi, beyond) // BM * BM)
+        gap = end - seen
+        edges = hi - gap
     for g in range(G):
         h = kv * G + g
         bh = b * H + h
@@ -285,13 +300,13 @@ def _key_gradient(
         ids_at = b.to(tl.int64) * ids_b
         dk, dv = _key_tiles(
             dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
-            lo, tl.minimum(whole, hi),
+            lo, edges, seen, gap,
             qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
-            tl.maximum(lo, whole), hi, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, None, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
+            seen, end, seen, 0, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
     ki = n0 + tl.arange(0, BN)

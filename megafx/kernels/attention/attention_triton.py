@@ -147,30 +147,53 @@ def key_range(
 
 
 @triton.jit
-def same_segments(SEGMENTS, ids_at, RANGES, ranges_at, inside, T, NB: tl.constexpr):
-    """Tokens at `inside`, in the whole sequence -> (first, last): outside of [first, last) no token shares a segment with them.
+def segment_blocks(SEGMENTS, ids_at, RANGES, ranges_at, inside, T, NB: tl.constexpr):
+    """Tokens at `inside`, in the whole sequence -> (first, last, same, beyond): outside of [first, last) no token shares a
+    segment with them; those of [same, beyond) share one segment with all of them.
 
     By the least and the largest id of each 64 tokens: exact for ids in any order, tight where they rise.
     """
     ids = tl.load(SEGMENTS + ids_at + inside)
+    least, most = tl.min(ids, 0), tl.max(ids, 0)
     blocks = tl.cdiv(T, 64)
     block = tl.arange(0, NB)
     low = tl.load(RANGES + ranges_at + block, mask=block < blocks, other=0)
     high = tl.load(RANGES + ranges_at + blocks + block, mask=block < blocks, other=0)
-    near = (block < blocks) & (low <= tl.max(ids, 0)) & (high >= tl.min(ids, 0))
+    near = (block < blocks) & (low <= most) & (high >= least)
     first = tl.min(tl.where(near, block, blocks), 0) * 64
-    return first, tl.minimum(T, tl.max(tl.where(near, block + 1, 0), 0) * 64)
+    last = tl.minimum(T, tl.max(tl.where(near, block + 1, 0), 0) * 64)
+    alike = (block < blocks) & (low == most) & (high == least)
+    same = tl.min(tl.where(alike, block, blocks), 0)
+    beyond = tl.max(tl.where(alike, block + 1, 0), 0)
+    if tl.sum(alike.to(tl.int32), 0) != beyond - same:  # with others between them
+        same = blocks
+    return first, last, same * 64, tl.maximum(beyond, same) * 64
 
 
 @triton.jit
 def keys_of_segments(
     first, whole, last, SEGMENTS, ids_at, RANGES, ranges_at, qi, qp, S, T, BN: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
-    """`key_range` without the tiles of BN keys in which no query finds its segment. qi, qp: as of `score_tile`."""
-    near, beyond = same_segments(SEGMENTS, ids_at, RANGES, ranges_at, tl.where(qi < S, qp, S - 1), T, NB)
+    """`key_range` -> (first, lo, hi, last): without the tiles of BN keys in which no query finds its segment; keys [lo, hi)
+    are all visible, inside and of the queries' segment. qi, qp: as of `score_tile`."""
+    near, end, same, beyond = segment_blocks(
+        SEGMENTS, ids_at, RANGES, ranges_at, tl.where(qi < S, qp, S - 1), T, NB
+    )  # fmt: skip
     first = tl.maximum(first, near // BN * BN)
-    last = tl.minimum(last, beyond)
-    return first, tl.minimum(whole, last // BN * BN), last
+    lo = tl.maximum(first, tl.cdiv(same, BN) * BN)
+    hi = tl.minimum(whole, beyond // BN * BN)
+    return first, lo, tl.maximum(lo, hi), tl.minimum(last, end)
+
+
+@triton.jit
+def _segment_ranges(SEGMENTS, RANGES, ids_b, T):
+    """[b, T] by a stride -> RANGES [b, 2, T / 64]: the least and the largest of each 64."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    at = tl.minimum(block * 64 + tl.arange(0, 64), T - 1)
+    ids = tl.load(SEGMENTS + tl.program_id(1).to(tl.int64) * ids_b + at)
+    to = RANGES + tl.program_id(1).to(tl.int64) * 2 * blocks + block
+    tl.store(to, tl.min(ids, 0))
+    tl.store(to + blocks, tl.max(ids, 0))
 
 
 # -- forward
@@ -178,13 +201,16 @@ def keys_of_segments(
 
 @triton.jit
 def _forward_tiles(
-    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, lo, hi,
+    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, lo, hi, skip, gap,
     kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Keys lo .. hi; with segments, those from `skip` on are `gap` further."""
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        if SEGMENTS is not None:
+            n0 = tl.where(n0 < skip, n0, n0 + gap)
         n0 = tl.multiple_of(n0, BN)
         k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -248,18 +274,19 @@ def _forward(
     total = tl.zeros([BM], tl.float32)
     high = tl.full([BM], float("-inf"), tl.float32)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
-        first, whole, last = keys_of_segments(
+        rest, lo, whole, last = keys_of_segments(
             first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
         )  # fmt: skip
+        gap = whole - lo
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, first, whole,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, None, ids_at, b, kv, qi, qp, lo, whole, lo, 0,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp,
-        tl.maximum(first, whole), last,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, rest, last - gap, lo, gap,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
@@ -348,8 +375,8 @@ class Prepared:
         ids = as_bytes(segments) if segments.dtype == torch.bool else segments
         self.ids = ids = ids if ids.stride(1) == 1 or self.t == 1 else ids.contiguous()
         blocks = triton.cdiv(self.t, 64)
-        padded = torch.cat([ids, ids[:, -1:].expand(-1, blocks * 64 - self.t)], 1).unflatten(1, (blocks, 64))
-        self.ranges = torch.stack(torch.aminmax(padded, dim=2), 1)  # [b or 1, 2, blocks]
+        self.ranges = ids.new_empty(len(ids), 2, blocks)
+        launch(_segment_ranges, (blocks, len(ids)), ids, ids, self.ranges, ids.stride(0), self.t)
         self.blocks = _power(blocks)
         if len(ids) > 1:
             self.ids_strides = (ids.stride(0), self.ranges.stride(0))
