@@ -26,15 +26,14 @@ from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
 from megafx.kernels.attention.attention_reference import WORKSPACE, Inputs, heads_inside, scratch
+from megafx.kernels.attention.attention_segments_triton import keys_of_segments, tokens_of_segments
 from megafx.kernels.attention.attention_triton import (
     Prepared,
     coordinates,
     described,
     key_range,
-    keys_of_segments,
     schedule,
     score_tile,
-    segment_blocks,
     takes_descriptors,
     tile,
 )
@@ -89,13 +88,13 @@ def _query_gradient(
     LSE,  # [b, H, S] fp32 IN
     STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
     KEPT,  # decisions, int32, OUT with DROP
-    MASK, KEYS, SEGMENTS, RANGES, SEED, BATCHES, HEADS, QUERIES,
+    MASK, KEYS, SEGMENTS, TILES, SEED, BATCHES, HEADS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
-    keys_b, ids_b, ranges_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
+    keys_b, ids_b, tiles_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    PRODUCT: tl.constexpr, NB: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -125,7 +124,7 @@ def _query_gradient(
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
         rest, lo, whole, last = keys_of_segments(
-            first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
+            first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN
         )  # fmt: skip
         gap = whole - lo
     if not PRODUCT:
@@ -240,13 +239,12 @@ def _key_gradient(
     STATS,  # of _query_gradient IN
     KEPT,  # decisions, as _query_gradient left them, int32 IN
     DS,  # [heads, T, S to multiples of 64] OUT, or None
-    MASK, KEYS, SEGMENTS, RANGES, QUERIES,
+    MASK, KEYS, SEGMENTS, TILES, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
-    keys_b, ids_b, ranges_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
+    keys_b, ids_b, tiles_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    NB: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BN)
     block, bkv = schedule(tl.program_id(0), blocks, GROUP)  # block 0 has the most rows
@@ -276,11 +274,8 @@ def _key_gradient(
     if SEGMENTS is not None:
         edges = hi
         seen = hi
-    if RANGES is not None:
-        near, last, same, beyond = segment_blocks(
-            SEGMENTS, b.to(tl.int64) * ids_b, RANGES, b.to(tl.int64) * ranges_b,
-            tl.minimum(n0 + tl.arange(0, BN), T - 1), T, NB,
-        )  # fmt: skip
+    if TILES is not None:
+        near, last, same, beyond = tokens_of_segments(TILES, b.to(tl.int64) * tiles_b, n0, T)
         lo = tl.maximum(lo, near // BM * BM)
         hi = tl.minimum(hi, last)
         seen = tl.maximum(tl.maximum(lo, whole), tl.cdiv(same, BM) * BM)
@@ -365,21 +360,21 @@ def backward(
             _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
-            c.ids, c.ranges, c.seed, *c.maps,
+            c.segments.ids, c.segments.tiles, c.seed, *c.maps,
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.ids_strides, *c.sizes, *c.factors, c.share,
+            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, c.share,
             x.scale, head * groups, padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)},
-            PRODUCT=not apart, NB=c.blocks,
+            PRODUCT=not apart,
         )  # fmt: skip
         bm, bn, tma = then["BM"], then["BN"], then["TMA"]
         launch(
             _key_gradient, (triton.cdiv(c.t, bn) * heads,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
-            c.ids, c.ranges if c.maps[2] is None else None, c.maps[2],
+            c.segments.ids, c.segments.tiles if c.maps[2] is None else None, c.maps[2],
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.ids_strides, *c.sizes[:5], c.rescale, *c.factors,
-            x.scale, head, padded, NB=c.blocks, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.segments.strides, *c.sizes[:5], c.rescale, *c.factors,
+            x.scale, head, padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
         if ds is not None:
             bm, bn, tma = last["BM"], last["BN"], last["TMA"]

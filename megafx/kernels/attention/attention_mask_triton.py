@@ -98,9 +98,9 @@ def mask_backward(grad: Tensor, x: Inputs, out: Tensor, lse: Tensor) -> Tensor:
     launch(
         _mask_gradient, (triton.cdiv(c.s, 64) * triton.cdiv(c.t, 64) * batches * heads,), c.q,
         described(c.q, 64, ep, tma), described(c.k, 64, ep, tma), described(c.v, 64, fp, tma),
-        described(grad, 64, fp, tma), made, lse, delta, c.mask, c.keys, c.ids, c.seed, *c.maps,
+        described(grad, 64, fp, tma), made, lse, delta, c.mask, c.keys, c.segments.ids, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *c.mask_strides,
-        c.keys_stride, c.ids_strides[0], *c.sizes, *c.factors, c.b // batches, c.h // heads, batches, heads,
+        c.keys_stride, c.segments.strides[0], *c.sizes, *c.factors, c.b // batches, c.h // heads, batches, heads,
         **c.flags, **config,
     )  # fmt: skip
     return made.sum_to_size(whole.shape).view(mask.shape).to(mask.dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_tile, subkey
 from megafx.kernels.attention.attention_reference import FILLED, FILLED_NAN, ZEROS, Inputs, empty_results, positions
+from megafx.kernels.attention.attention_segments_triton import Segments, keys_of_segments
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import draws, factor_of
 from megafx.kernels.common.op import as_bytes, launch
@@ -146,56 +147,6 @@ def key_range(
     return first, whole, last
 
 
-@triton.jit
-def segment_blocks(SEGMENTS, ids_at, RANGES, ranges_at, inside, T, NB: tl.constexpr):
-    """Tokens at `inside`, in the whole sequence -> (first, last, same, beyond): outside of [first, last) no token shares a
-    segment with them; those of [same, beyond) share one segment with all of them.
-
-    By the least and the largest id of each 64 tokens: exact for ids in any order, tight where they rise.
-    """
-    ids = tl.load(SEGMENTS + ids_at + inside)
-    least, most = tl.min(ids, 0), tl.max(ids, 0)
-    blocks = tl.cdiv(T, 64)
-    block = tl.arange(0, NB)
-    low = tl.load(RANGES + ranges_at + block, mask=block < blocks, other=0)
-    high = tl.load(RANGES + ranges_at + blocks + block, mask=block < blocks, other=0)
-    near = (block < blocks) & (low <= most) & (high >= least)
-    first = tl.min(tl.where(near, block, blocks), 0) * 64
-    last = tl.minimum(T, tl.max(tl.where(near, block + 1, 0), 0) * 64)
-    alike = (block < blocks) & (low == most) & (high == least)
-    same = tl.min(tl.where(alike, block, blocks), 0)
-    beyond = tl.max(tl.where(alike, block + 1, 0), 0)
-    if tl.sum(alike.to(tl.int32), 0) != beyond - same:  # with others between them
-        same = blocks
-    return first, last, same * 64, tl.maximum(beyond, same) * 64
-
-
-@triton.jit
-def keys_of_segments(
-    first, whole, last, SEGMENTS, ids_at, RANGES, ranges_at, qi, qp, S, T, BN: tl.constexpr, NB: tl.constexpr
-):  # fmt: skip
-    """`key_range` -> (first, lo, hi, last): without the tiles of BN keys in which no query finds its segment; keys [lo, hi)
-    are all visible, inside and of the queries' segment. qi, qp: as of `score_tile`."""
-    near, end, same, beyond = segment_blocks(
-        SEGMENTS, ids_at, RANGES, ranges_at, tl.where(qi < S, qp, S - 1), T, NB
-    )  # fmt: skip
-    first = tl.maximum(first, near // BN * BN)
-    lo = tl.maximum(first, tl.cdiv(same, BN) * BN)
-    hi = tl.minimum(whole, beyond // BN * BN)
-    return first, lo, tl.maximum(lo, hi), tl.minimum(last, end)
-
-
-@triton.jit
-def _segment_ranges(SEGMENTS, RANGES, ids_b, T):
-    """[b, T] by a stride -> RANGES [b, 2, T / 64]: the least and the largest of each 64."""
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    at = tl.minimum(block * 64 + tl.arange(0, 64), T - 1)
-    ids = tl.load(SEGMENTS + tl.program_id(1).to(tl.int64) * ids_b + at)
-    to = RANGES + tl.program_id(1).to(tl.int64) * 2 * blocks + block
-    tl.store(to, tl.min(ids, 0))
-    tl.store(to + blocks, tl.max(ids, 0))
-
-
 # -- forward
 
 
@@ -246,15 +197,15 @@ def _forward(
     MASK,  # [b, H, S, T] by strides, bool as uint8 or additive, IN
     KEYS,  # [b, T] by a stride, bool as uint8 or additive, IN, or None
     SEGMENTS,  # [b, T] by a stride, integers IN, or None
-    RANGES,  # [b, 2, T / 64] by a stride, least and largest segment of 64 keys IN, or None
+    TILES,  # of `Segments`, by a stride, IN, or None
     SEED,  # [] int64 IN
     BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
-    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b, ids_b, ranges_b,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b, ids_b, tiles_b,
     H, G, S, T, window, op_id, threshold, rescale, factor, cap,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, NB: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -277,7 +228,7 @@ def _forward(
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
         rest, lo, whole, last = keys_of_segments(
-            first, whole, last, SEGMENTS, ids_at, RANGES, b.to(tl.int64) * ranges_b, qi, qp, S, T, BN, NB
+            first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN
         )  # fmt: skip
         gap = whole - lo
     acc, total, high = _forward_tiles(
@@ -288,7 +239,8 @@ def _forward(
     acc, total, high = _forward_tiles(
         acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, qi, qp, rest, last - gap, lo, gap,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
-        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
+        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION,
+        STAGES if SEGMENTS is None or STAGES < 3 else 2,  # a third would leave room for one program a core
     )  # fmt: skip
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
@@ -351,12 +303,12 @@ class Prepared:
         self.mask_strides = strides
         self.keys = None if key_mask is None else self._of_keys(key_mask)
         self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
-        self._find_segments(segments)
         kind = 0 if mask is None else _kind(mask, x.hidden)
         factor = 2 * x.scale / x.softcap if softcap else x.scale
         device = q.device
         self.seed = x.draw.seed.to(device) if self.dropped else None
         self.maps = [positions(size, dim, x.draw, device) for dim, size in enumerate(q.shape[:3])]
+        self.segments = Segments.of(segments, self.maps[2], self.s, self.t)
         # without soft-cap and mask the maximum of the scaled scores is taken before scaling
         assert x.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
         self.sizes = (self.h, self.h // self.n, self.s, self.t, x.window, x.draw.op_id, below, self.rescale)
@@ -366,20 +318,6 @@ class Prepared:
             CAUSAL=x.causal, WINDOW=x.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
-
-    def _find_segments(self, segments: Tensor | None) -> None:
-        self.ids = self.ranges = None
-        self.ids_strides, self.blocks = (0, 0), 16
-        if segments is None or self.t == 0:
-            return
-        ids = as_bytes(segments) if segments.dtype == torch.bool else segments
-        self.ids = ids = ids if ids.stride(1) == 1 or self.t == 1 else ids.contiguous()
-        blocks = triton.cdiv(self.t, 64)
-        self.ranges = ids.new_empty(len(ids), 2, blocks)
-        launch(_segment_ranges, (blocks, len(ids)), ids, ids, self.ranges, ids.stride(0), self.t)
-        self.blocks = _power(blocks)
-        if len(ids) > 1:
-            self.ids_strides = (ids.stride(0), self.ranges.stride(0))
 
     def _of_keys(self, mask: Tensor) -> Tensor:
         mask = mask.expand(mask.shape[0], self.t)
@@ -450,9 +388,9 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
     launch(
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
-        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.ids, c.ranges, c.seed, *c.maps,
+        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.segments.ids, c.segments.tiles, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
-        c.keys_stride, *c.ids_strides, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS, NB=c.blocks,
+        c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS,
         **c.flags, **config,
     )  # fmt: skip
     return out, lse
