@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megafx.errors import MegafxError
     from megafx.measure import profile_hardware
     from megafx.named_model import load_model
+    from megafx.pipelining import pipeline
     from megafx.rewrite.pattern import Pattern
     from megafx.rewrite.pattern import register as register_pattern
     from megafx.rules.grammar import register_rule
@@ -60,6 +61,7 @@ __all__ = [
     "load_model",
     "load_safetensors",
     "parallelize",
+    "pipeline",
     "plan",
     "predict_memory",
     "profile",
@@ -85,6 +87,7 @@ _HOME = {
     "errors": "MegafxError",
     "measure": "profile_hardware",
     "named_model": "load_model",
+    "pipelining": "pipeline",
     "rewrite.pattern": "Pattern register_pattern",
     "rules.grammar": "register_rule",
     "weights.initialize": "initialize",

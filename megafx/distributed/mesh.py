@@ -102,7 +102,7 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     """A mesh of all ranks; None for one rank."""
     t, d, c = config.tensor_model_parallel_size, config.data_parallel_size or 1, config.context_parallel_size
     d, dp = d * c, d  # groups of tensor-parallel ranks
-    _join_the_job(t, d, device)
+    join_the_job(t, d, device)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if world is None:
         if (t or 1) * d == 1:
@@ -142,7 +142,7 @@ def _outer(dp: int, cp: int) -> str:
     return "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
 
 
-def _join_the_job(t: int | None, d: int, device: torch.device) -> None:
+def join_the_job(t: int | None, d: int, device: torch.device) -> None:
     """Make the process group where a launcher (torchrun) has started this process as one of several, and nobody has made it.
 
     A warning where the config asks for one rank: each process would train a model of its own.

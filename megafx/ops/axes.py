@@ -82,9 +82,22 @@ def axis_context(axis: str) -> AxisContext:
     return _entered[-1][axis]
 
 
+@contextmanager
+def microbatch(index: int, count: int) -> Iterator[None]:
+    """Draw for the rows of one of `count` parts, which follow each other, of what this rank has of the batch."""
+    _microbatch.append((index, count))
+    try:
+        yield
+    finally:
+        _microbatch.pop()
+
+
+_microbatch: list[tuple[int, int]] = []
+
+
 def with_batch(axis: str) -> str:
     """The axis of a draw, for rows that are one rank's part of the batch."""
-    return f"{BATCH_AXIS}+{axis}"
+    return axis if axis.startswith(f"{BATCH_AXIS}+") else f"{BATCH_AXIS}+{axis}"
 
 
 def with_axis(given: str, axis: str) -> str:
@@ -94,7 +107,13 @@ def with_axis(given: str, axis: str) -> str:
 
 def batch_rank(axis: str) -> int:
     """Which part of the batch a draw on this axis is for."""
-    return axis_context(BATCH_AXIS).rank if axis.startswith(f"{BATCH_AXIS}+") else 0
+    if not axis.startswith(f"{BATCH_AXIS}+"):
+        return 0
+    if not _microbatch:
+        return axis_context(BATCH_AXIS).rank
+    index, count = _microbatch[-1]
+    outer = _entered[-1].get(BATCH_AXIS) if _entered else None
+    return (0 if outer is None else outer.rank) * count + index
 
 
 def place_on(axis: str) -> tuple[int, ...] | None:

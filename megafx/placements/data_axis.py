@@ -23,6 +23,8 @@ from megafx.placements.types import Layout
 # and those that share a copy together with their tensor-parallel ranks. JOINED: what some are made of. An op that draws for
 # rows of the batch names its axis as 'dp+tp'.
 TENSOR_AXIS, CONTEXT_AXIS = "tp", "cp"
+PIPELINE_AXIS = "pp"
+MICRO_AXIS = "micro"  # micro-batches of a pipeline, which are computed one after the other
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
 # The same with ranks that cut a sequence: all that have summands of a gradient; those that share a copy.
 GRADIENT_AXIS, CONTEXT_SHARD_AXIS, CONTEXT_COPY_AXIS = "dp_cp", "dp_shard_cp", "dp_shard_cp_tp"

@@ -6,6 +6,7 @@ as it can be: exact, by dynamic programming. Embedding and head are priced as al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafx.errors import UsageError
@@ -26,13 +27,7 @@ class Stage:
 
 def pipeline_stages(report: Report, count: int) -> list[Stage]:
     """`count` stages of a planned model. Raises UsageError where it has fewer layers than that."""
-    if report.picture is None:
-        raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
-    us = [0.0] * len(report.picture.regions)
-    for part in report.step.parts:
-        if part.region >= 0:
-            us[part.region] += part.us
-    places = [(modules, us[region]) for modules, region in report.picture.order]
+    places = _places(report)
     if not 1 <= count <= len(places):
         raise UsageError(f"{count} stages for a model of {len(places)} parts", fix=f"ask for 1 to {len(places)}")
     upto = [0.0]
@@ -46,13 +41,51 @@ def pipeline_stages(report: Report, count: int) -> list[Stage]:
             row[i], at[i] = min((max(best[k - 1][j], upto[i] - upto[j]), j) for j in range(k - 1, i))
         best.append(row)
         cut.append(at)
-    stages, end = [], len(places)
+    begins, end = list[int](), len(places)
     for k in range(count, 0, -1):
-        begin = cut[k][end]
-        modules = dict.fromkeys(name for modules, _ in places[begin:end] for name in modules if name)
-        stages.append(Stage(tuple(modules), upto[end] - upto[begin]))
-        end = begin
-    return stages[::-1]
+        begins.append(end := cut[k][end])
+    return _stages(places, begins[::-1])
+
+
+def stages_from(report: Report, names: Sequence[str]) -> list[Stage]:
+    """The stages of a planned model that begin with these modules, and a first one. Raises UsageError for other names."""
+    places, begins = _places(report), [0]
+    for name in names:
+        at = next((i for i, (modules, _) in enumerate(places) if name in modules), 0)
+        if at <= begins[-1]:
+            known = ", ".join(_short(tuple(modules[0] for modules, _ in places[1:])))
+            raise UsageError(
+                f"no stage can begin with '{name}' after the one before it", fix=f"name some of {known}, in order"
+            )
+        begins.append(at)
+    return _stages(places, begins)
+
+
+def _places(report: Report) -> list[tuple[tuple[str, ...], float]]:
+    """The parts of a model in order: their modules, and their time."""
+    if report.picture is None:
+        raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
+    us = [0.0] * len(report.picture.regions)
+    for part in report.step.parts:
+        if part.region >= 0:
+            us[part.region] += part.us
+    places: list[tuple[tuple[str, ...], float]] = []
+    for modules, region in report.picture.order:
+        named = tuple(name for name in modules if name and name != "<root>")
+        if named or not places:
+            places.append((named, us[region]))
+        else:  # what forward itself computes after a layer
+            places[-1] = places[-1][0], places[-1][1] + us[region]
+    return places
+
+
+def _stages(places: list[tuple[tuple[str, ...], float]], begins: Sequence[int]) -> list[Stage]:
+    """begins: the first part of each stage."""
+    stages = []
+    for begin, end in zip(begins, [*begins[1:], len(places)], strict=True):
+        modules = dict.fromkeys(name for modules, _ in places[begin:end] for name in modules)
+        stages.append(Stage(tuple(modules), sum(us for _, us in places[begin:end])))
+    return stages
 
 
 def _short(names: tuple[str, ...]) -> list[str]:

@@ -154,7 +154,7 @@ class BoundGraph:
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
         # What data-parallel ranks compute of outputs is averaged. Where gradients are added, it is so from the start.
-        self.parts_of_mean = batch.ranks if batch is not None and batch.summed else 1
+        self.parts_of_mean = batch.ranks if batch is not None and batch.summed and self.losses else 1
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
         self.keep_casts: Callable[[], BoundGraph | None] | None = None

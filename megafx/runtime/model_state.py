@@ -47,6 +47,7 @@ class ModelState:
     step: int = 0
     boards: Boards | None = None  # once a call was made
     steps: Steps = field(default_factory=Steps)
+    drawn: torch.Tensor | None = None  # the seed of all calls of a step, while one is made of several (pipelining.py)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -92,6 +93,8 @@ class ModelState:
 
     def seed(self, *, one_mask: bool) -> torch.Tensor:
         """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
+        if self.drawn is not None:
+            return self.drawn
         return agreement.draw_seed(self.device, self.meshes.everyone if one_mask else self.group)
 
     def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:

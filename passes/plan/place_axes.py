@@ -97,7 +97,7 @@ def place_axes(program: Program, planner: Planner) -> int:
     generator has it. Raises PlanError where an op mixes rows.
     """
     changes = 0
-    for policy in policies(planner):
+    for policy in policies(planner) if program.batch is None else ():  # a stage of a pipeline was typed with the whole
         if planner.config.data_parallel_loss == "average":
             program.batch = Batch(policy.ranks, {}, (R,) * len(program.outputs), False, False, False)
             changes += _share_buffers(program, policy)
@@ -108,7 +108,7 @@ def place_axes(program: Program, planner: Planner) -> int:
                 f"the {policy.of} of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
                 fix=f"give example inputs of at least two rows, all with the {policy.of} as their first dim",
             )
-        typer = _Typer(program, policy, symbol)
+        typer = Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()
     return changes
 
@@ -174,7 +174,7 @@ def rows(rule: OpRule, held: list[Placement], ranks: int) -> Iterator[Row]:
                 yield Row(tuple(p for p in operands if p), tuple(p for p in results if p), factor)
 
 
-class _Typer:
+class Typer:
     def __init__(self, program: Program, policy: Policy, symbol: sympy.Symbol) -> None:
         self.program, self.policy, self.ranks, self.symbol = program, policy, policy.ranks, symbol
         self.sizes = WholeSizes(program.sizes, symbol, self.ranks)

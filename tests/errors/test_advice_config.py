@@ -282,3 +282,22 @@ def test_budgets(tmp_path: Path) -> None:
         compiled(activation_memory_budget="fit", hardware=str(tmp_path / "bare.yaml"))
     compiled(activation_memory_budget="24GiB", hardware=str(tmp_path / "bare.yaml"))
     compiled(activation_memory_budget="fit", hardware="h100-nvlink")
+
+
+def test_pipelines_without_ranks() -> None:
+    example = {"example_inputs": torch.zeros(4, 4)}
+
+    def make(schedule: str = "1F1B", microbatches: int = 2, **options: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        megafx.pipeline(model, Config(**options), stages=2, microbatches=microbatches, schedule=schedule, **example)
+
+    with refused("schedule='<schedule>' is none of those that run") as error:
+        make("ZBVZeroBubble")
+    assert "backward is one graph" in str(error[0])
+    with refused("microbatches=<microbatches>"):
+        make(microbatches=0)
+    with refused("<name>=<name> does not go together with a pipeli"):
+        make(cuda_graphs=True)
+    for schedule in ("GPipe", "Interleaved1F1B"):  # the advice
+        with refused("a pipeline of tensor_model_parallel_size=<t> and"):
+            make(schedule)

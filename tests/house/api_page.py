@@ -27,7 +27,7 @@ compares it with them). The model that `parallelize` returns has two more method
 reducing them) and `print_readable(path)` (the rewritten graph of one module, as Python).
 """
 GROUPS = {
-    "Parallelize and train": ["parallelize", "broadcast_data", "check_data", "full_gradients", "full_state_dict"],
+    "Parallelize and train": ["parallelize", "pipeline", "broadcast_data", "check_data", "full_gradients", "full_state_dict"],
     "See": ["plan", "explain", "fp8_health", "search", "predict_memory", "profile", "diff", "load_model", "profile_hardware"],
     "Verify": ["verify", "rehearse", "sabotage", "replay", "debug", "MegafxError"],
     "Weights and checkpoints": [

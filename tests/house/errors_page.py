@@ -47,6 +47,10 @@ TOPICS: dict[str, tuple[str, str]] = {
         "megafx/planner megafx/placements passes/plan passes/recompute megafx/compiler/pipeline.py "
         "megafx/compiler/choose.py",
     ),
+    "Pipelines": (
+        "What `megafx.pipeline` and `step` were given, and models that cannot be cut ([pipelines](pipelines.md)).",
+        "megafx/pipelining.py megafx/compiler/cut_stages.py",
+    ),
     "Calls of a parallelized model": (
         "What is done with the model, its parameters and its outputs after `megafx.parallelize`.",
         "megafx/runtime megafx/compiler megafx/integrations megafx/ops",

@@ -27,7 +27,7 @@ LAYERS = [
     "checks",
     "compiler",
     "runtime testing named_model measure replaying what_if profiling example_call",
-    "equivalence rehearsal",
+    "equivalence rehearsal pipelining",
     "api integrations",
     "__init__",
     "cli",

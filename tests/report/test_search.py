@@ -213,7 +213,7 @@ class Uneven(torch.nn.Module):
 def test_stages_are_balanced_and_hold_each_module_once(count: int) -> None:
     config = megafx.Config(tensor_model_parallel_size=1, hardware="pcie")
     report = megafx.explain(megafx.plan(Uneven(), config, example_inputs=torch.zeros(2, 16, dtype=torch.int64)))
-    stages, each = pipeline_stages(report, count), pipeline_stages(report, len(report.picture.order))
+    stages, each = pipeline_stages(report, count), pipeline_stages(report, 8)  # parts that have modules
     assert len(stages) == count
     assert sum(s.us for s in stages) == pytest.approx(sum(s.us for s in each))
     cuts = itertools.combinations(range(1, len(each)), count - 1)

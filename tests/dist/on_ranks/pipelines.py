@@ -1,0 +1,125 @@
+"""megafx.pipeline on 4 ranks in fp64 against one process: loss, gradients, clipping and two optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.errors import UsageError
+
+VOCAB, WIDTH, LENGTH, ROWS = 29, 12, 6, 8
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.norm, self.mix, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(drop)
+        self.up, self.down, self.p = nn.Linear(WIDTH, 19), nn.Linear(19, WIDTH), drop
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=self.p if self.training else 0.0)
+        x = x + self.drop(y.transpose(1, 2).reshape(x.shape))
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    """A tied head; a mask that all layers read; what the first layer reads is read again at the end."""
+
+    def __init__(self, layers: int, drop: float) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block(drop) for _ in range(layers))
+        self.norm, self.head, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False), nn.Dropout(drop)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        first = x = self.drop(self.embed(ids))
+        keep = real[:, None, None, :] & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(x, keep)
+        logits = self.head(self.norm(x + 0.5 * first))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1), logits
+
+
+def batch(rows: int = ROWS) -> dict[str, Tensor]:
+    """Labels that count lie unevenly over the rows."""
+    draw = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(0, VOCAB, (rows, LENGTH), generator=draw) for _ in range(2))
+    labels[0, 1:], labels[3] = -1, -1
+    real = torch.ones(rows, LENGTH, dtype=torch.bool)
+    real[2, 4:] = False
+    return {"ids": ids, "labels": labels, "real": real}
+
+
+def against_one_process(layers: int, drop: float, schedule: str, stages: Any, microbatches: int, **sizes: int) -> Any:
+    torch.manual_seed(0)
+    model = Net(layers, drop).double()
+    one = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=1)
+    alone = megafx.parallelize(copy.deepcopy(model), one)
+    config = megafx.Config(hardware="h100-nvlink", **sizes)
+    pipe = megafx.pipeline(
+        model, config, stages=stages, microbatches=microbatches, schedule=schedule, example_inputs=batch()
+    )
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(1 for _ in pipe.parameters()) < sum(1 for _ in alone.parameters())
+    t, d = sizes.get("tensor_model_parallel_size", 1), sizes.get("data_parallel_size", 1)
+    rows = {n: x.chunk(d)[dist.get_rank() // t % d] for n, x in batch().items()}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, pipe)]
+    for number in range(2):
+        torch.manual_seed(number)
+        loss = alone(**batch())[0]
+        loss.backward()
+        torch.manual_seed(number)
+        close(pipe.step(**rows), loss.detach())
+        wanted = {n: p.grad for n, p in alone.named_parameters(remove_duplicate=False)}
+        for name, value in megafx.full_gradients(pipe).items():
+            close(value, wanted[name], name)
+        close(pipe.clip_grad_norm_(0.3), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3))
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+    trained = dict(alone.named_parameters(remove_duplicate=False))
+    for name, value in megafx.full_state_dict(pipe).items():
+        close(value, trained[name].detach(), name)
+    alone.eval(), pipe.eval()
+    with torch.no_grad():
+        close(pipe.step(**rows), alone(**batch())[0])
+    return pipe
+
+
+def close(found: Tensor, wanted: Any, what: str = "the loss") -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+@check(4, seed=0)
+def pipeline_of_four_stages() -> None:
+    pipe = against_one_process(4, 0.2, "1F1B", 4, 4)
+    with pytest.raises(UsageError, match="4 micro-batches do not divide the rows"):
+        pipe.step(**batch(6))
+    with pytest.raises(UsageError, match="within no_sync"), pipe.no_sync():
+        pipe.step(**batch())
+    with pytest.raises(UsageError, match="a stage of a pipeline is called"):
+        pipe(**batch())
+    assert pipe.step(**batch(12)).isfinite()
+
+
+@check(4, seed=0)
+def pipeline_beside_tensor_parallel() -> None:
+    against_one_process(2, 0.2, "GPipe", ["layers.1"], 2, tensor_model_parallel_size=2)
+
+
+@check(4, seed=0)
+def pipeline_beside_data_parallel() -> None:
+    against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2)
+
+
+@check(4, seed=0, slow=True)
+def interleaved_pipeline() -> None:
+    against_one_process(8, 0.2, "Interleaved1F1B", 8, 4)
