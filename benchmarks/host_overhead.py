@@ -168,7 +168,7 @@ def fused_calls() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         ),
         "attention dropout": (
             ops.attention,
-            [heads(8), heads(2), heads(2), None, None, seed, 0.125, True, 0, 0.0, 0, 0.1, 1, -1, [], ""],
+            [heads(8), heads(2), heads(2), None, None, None, None, seed, 0.125, True, 0, 0.0, 0, 0.1, 1, -1, [], ""],
         ),
     }
 

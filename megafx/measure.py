@@ -234,7 +234,7 @@ def _attention(device: torch.device) -> dict[str, float]:
     rest: Any = (d**-0.5, True, 0, 0.0, 0, 0.1, 1, -1, [], "tp")
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "dropout ": lambda: torch.ops.megafx.attention(q, k, v, None, None, None, seed, *rest),
+        "dropout ": lambda: torch.ops.megafx.attention(q, k, v, None, None, None, None, seed, *rest),
     }
     flops, found = 2.0 * b * h * s * s * d, {}
     for kind, run in kinds.items():

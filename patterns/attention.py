@@ -39,8 +39,9 @@ class _Attention(Pattern):
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Draw
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Draw,
+    sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """mask: scale_mask_softmax's (True: hidden); attention's has four dims, and True is visible."""
     hidden = ZEROS if mask is None else ADDED
     if mask is not None:
@@ -49,7 +50,10 @@ def _fused(
             mask, hidden = mask.logical_not(), FILLED_NAN if fill == -math.inf else FILLED
         elif fill > -math.inf:
             hidden = FILLED
-    made: Tensor = ops.attention(q, k, v, mask, None, None, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:])
+    hidden = hidden if sink is None else ZEROS
+    made: Tensor = ops.attention(
+        q, k, v, mask, None, None, sink, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:]
+    )
     return made
 
 
@@ -120,6 +124,51 @@ class AttentionChain(_Attention):
             return _fused(q, k, v, mask, scale, fill, 0.0, drop)
         inside = {"mul, div": inner, "div": 1.0, "mul": inner * scale if capped == "mul" else 0.0}[capped]
         return _fused(q, k, v, mask, inside, fill, scale, drop)
+
+
+@register
+class AttentionOfSink(_Attention):
+    """sink_softmax(scale q k^T, mask, sink) v -> attention(q, k, v, mask) with this sink.
+
+    wide    the operands, the scores or the weights are fp32; at: whether dropout is in the op, before the cast or after it
+    """
+
+    name = "attention_of_sink"
+    variants = {
+        "mask_is": ("added", "flat", "bool", "flat bool", "none"),
+        "wide": ("no", "operands", "scores", "weights"),
+        "at": ("op", "before", "after"),
+    }
+
+    def tensors(mask_is, wide, at):
+        return AttentionChain.tensors(mask_is, "no", wide, at != "op") | {"sink": "S[n]"}
+
+    def needs(mask_is, wide, at):
+        cast, drop = () if wide == "no" else ("to",), () if at == "op" else ("dropout",)
+        return ("sink_softmax", "matmul", *cast, *drop)
+
+    def match(q, k, v, sink, drop, mask=None, *, wide, at, scale, fill, p):
+        a, b = (q.float(), k.float()) if wide == "operands" else (q, k)
+        scores = torch.matmul(a, b.transpose(2, 3))
+        scores = scores.float() if wide == "scores" else scores
+        drawn = drop.args if at == "op" else Draw().args
+        weights = ops.sink_softmax(scores, mask, sink, scale, False, 0, fill, *drawn)
+        weights = weights.float() if wide == "weights" else weights
+        weights = F.dropout(weights, p, True) if at == "before" else weights
+        weights = weights if wide == "no" else weights.to(q.dtype)
+        return torch.matmul(F.dropout(weights, p, True) if at == "after" else weights, v)
+
+    def where(m):
+        if m["at"] != "op" and m.drops[0].p:
+            return "its weights are dropped twice"
+        if m["wide"] != "no" and m["q"].dtype == torch.float64:
+            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
+        if m["k"].shape[1] != m["v"].shape[1]:
+            return "k and v have different numbers of heads"
+        return f"its fill {m['fill']} does not hide" if _soft(m) else None
+
+    def make(q, k, v, sink, drops, mask=None, *, scale, fill):
+        return _fused(q, k, v, mask, scale, fill, 0.0, drops[-1], sink)
 
 
 @register
@@ -220,8 +269,8 @@ class _Groups(_Attention):
     def tensors(repeat, masked):
         k, v = ("b t n e", "b t n f") if "tokens" in repeat else ("b n t e", "b n t f")
         found = {"q": "D[b n*g s e]", "k": f"D[{k}]", "v": f"D[{v}]"}
-        if masked == "yes":
-            found["mask"] = "M[1|b 1|n*g 1|s t]"
+        if masked in ("yes", "bool"):
+            found["mask"] = f"{'M' if masked == 'yes' else masked}[1|b 1|n*g 1|s t]"
         return found
 
     def where(m):
@@ -244,20 +293,24 @@ class AttentionOfGroups(_Groups):
     """attention(q, repeated k, repeated v) -> attention(q, k, v)."""
 
     name = "attention_groups"
+    variants = {"repeat": tuple(_REPEATS), "masked": ("no", "yes", "bool", "causal"), "sunk": (False, True)}
 
-    def needs(repeat, masked):
+    def tensors(repeat, masked, sunk):
+        return _Groups.tensors(repeat, masked) | ({"sink": "S[n*g]"} if sunk else {})
+
+    def needs(repeat, masked, sunk):
         return ("attention", "repeat_interleave" if "interleave" in repeat else "expand")
 
-    def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p, hidden):
+    def match(q, k, v, drop, mask=None, sink=None, *, repeat, masked, scale, cap, p, hidden):
         k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
         return ops.attention(
-            q, k, v, mask, None, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
+            q, k, v, mask, None, None, sink, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
         )
 
-    def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, hidden):
+    def make(q, k, v, drop, mask=None, sink=None, *, repeat, masked, scale, cap, hidden):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
         return ops.attention(
-            q, k, v, mask, None, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
+            q, k, v, mask, None, None, sink, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
         )
 
 
@@ -301,7 +354,7 @@ class AttentionOfScaledQuery(_Attention):
     def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q * inner if by == "mul" else q / inner
         q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
-        return ops.attention(q, k, v, mask, None, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, None, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
 
     def where(m):
         return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
@@ -309,4 +362,4 @@ class AttentionOfScaledQuery(_Attention):
     def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
         factor = scale * inner if by == "mul" else scale / inner
-        return ops.attention(q, k, v, mask, None, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, None, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])

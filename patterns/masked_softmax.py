@@ -10,6 +10,8 @@ with the softmax in fp32 and cast back or not, the scores cast before or not, an
     scores * c                              into the scale (query-key layer scaling)
     scores + bias                           into the mask: relative positions, ALiBi, with gradient
     where(visible, scores, fill)            into the mask: a causal buffer under Hugging Face's own mask (GPT-Neo)
+
+softmax_of_sinks.py finds softmax with one more score of each head (sink_softmax), of which the first two are the same.
 """
 
 from __future__ import annotations
@@ -143,8 +145,19 @@ class ScaleSoftmax(Pattern):
 # -- what comes before the op
 
 
-def _mask_spec(mask_is: str) -> dict[str, str]:
+def mask_spec(mask_is: str) -> dict[str, str]:
     return {} if mask_is == "none" else {"mask": ("M" if mask_is == "added" else "bool") + _MASKS[4]}
+
+
+def softmax_op(sunk: bool) -> str:
+    return "sink_softmax" if sunk else "scale_mask_softmax"
+
+
+def softmax_of(scores: Tensor, mask: Tensor | None, sink: Tensor | None, *rest: Any) -> Tensor:
+    """scale_mask_softmax, or with a sink sink_softmax."""
+    operands = (scores, mask) if sink is None else (scores, mask, sink)
+    made: Tensor = getattr(ops, softmax_op(sink is not None))(*operands, *rest)
+    return made
 
 
 class _Before(Pattern):
@@ -159,21 +172,21 @@ class ScaleOfScores(_Before):
     """scale_mask_softmax(scores * c, mask, scale) -> scale_mask_softmax(scores, mask, c * scale)."""
 
     name = "scale_of_scores"
-    variants = {"by": ("mul", "div"), "mask_is": ("added", "hidden", "none")}
+    variants = {"by": ("mul", "div"), "mask_is": ("added", "hidden", "none"), "sunk": (False, True)}
 
-    def tensors(by, mask_is):
-        return {"scores": "D[b n s t]"} | _mask_spec(mask_is)
+    def tensors(by, mask_is, sunk):
+        return {"scores": "D[b n s t]"} | mask_spec(mask_is) | ({"sink": "S[n]"} if sunk else {})
 
-    def needs(by, mask_is):
-        return (by, "scale_mask_softmax")
+    def needs(by, mask_is, sunk):
+        return (by, softmax_op(sunk))
 
-    def match(scores, drop, mask=None, *, by, scale, fill, other):
+    def match(scores, drop, mask=None, sink=None, *, by, scale, fill, other):
         z = scores * other if by == "mul" else scores / other
-        return ops.scale_mask_softmax(z, mask, scale, False, 0, fill, *drop.args)
+        return softmax_of(z, mask, sink, scale, False, 0, fill, *drop.args)
 
-    def make(scores, drop, mask=None, *, by, scale, fill, other):
+    def make(scores, drop, mask=None, sink=None, *, by, scale, fill, other):
         factor = scale * other if by == "mul" else scale / other
-        return ops.scale_mask_softmax(scores, mask, factor, False, 0, fill, *drop.args)
+        return softmax_of(scores, mask, sink, factor, False, 0, fill, *drop.args)
 
 
 @register
@@ -181,23 +194,28 @@ class BiasOfScores(_Before):
     """scale_mask_softmax(scores + bias, mask, scale) -> scale_mask_softmax(scores, scale * bias with mask, scale)."""
 
     name = "bias_of_scores"
-    variants = {"mask_is": ("added", "hidden", "none"), "wide": (False, True), "flat": (False, True)}
+    variants = {
+        "mask_is": ("added", "hidden", "none"),
+        "wide": (False, True),
+        "flat": (False, True),
+        "sunk": (False, True),
+    }
 
-    def tensors(mask_is, wide, flat):
+    def tensors(mask_is, wide, flat, sunk):
         bias = ("f32" if wide else "B") + ("[1|n 1|s t]" if flat else "[1|b 1|n 1|s t]")
-        return {"scores": "D[b n s t]", "bias": bias} | _mask_spec(mask_is)
+        return {"scores": "D[b n s t]", "bias": bias} | mask_spec(mask_is) | ({"sink": "S[n]"} if sunk else {})
 
-    def needs(mask_is, wide, flat):
-        return ("add", "scale_mask_softmax")
+    def needs(mask_is, wide, flat, sunk):
+        return ("add", softmax_op(sunk))
 
-    def match(scores, bias, drop, mask=None, *, scale, fill):
-        return ops.scale_mask_softmax(scores + bias, mask, scale, False, 0, fill, *drop.args)
+    def match(scores, bias, drop, mask=None, sink=None, *, scale, fill):
+        return softmax_of(scores + bias, mask, sink, scale, False, 0, fill, *drop.args)
 
     def where(m):
         scores = m.node("scores")
-        while scores.target in _ON_THE_WAY:
+        while scores.target in ON_THE_WAY:
             scores = scores.args[0]
-        if scores.target not in _PRODUCTS:
+        if scores.target not in PRODUCTS:
             return ""
         if m["mask"] is not None and m["mask"].dtype == torch.bool:
             if not _hides(m["fill"], m["scores"].dtype):
@@ -206,7 +224,7 @@ class BiasOfScores(_Before):
                 return _BLIND
         return None
 
-    def make(scores, bias, drop, mask=None, *, scale, fill):
+    def make(scores, bias, drop, mask=None, sink=None, *, scale, fill):
         wide = torch.promote_types(scores.dtype, bias.dtype)
         added = bias if scale == 1 else bias * scale
         added = added[None] if added.dim() == 3 else added
@@ -214,7 +232,7 @@ class BiasOfScores(_Before):
             filled = mask.dtype == torch.bool
             added = added.masked_fill(mask, fill) if filled else added + mask
             fill = max(fill, FILLS) if filled else fill
-        return ops.scale_mask_softmax(scores.to(wide), added, scale, False, 0, fill, *drop.args)
+        return softmax_of(scores.to(wide), added, sink, scale, False, 0, fill, *drop.args)
 
 
 @register
@@ -225,7 +243,7 @@ class HiddenScores(_Before):
     variants = {"by": ("where", "where tensor", "masked_fill")}
 
     def tensors(by):
-        found = {"scores": "D[b n s t]", "hidden": "bool[1|b 1|n 1|s t]"} | _mask_spec("added")
+        found = {"scores": "D[b n s t]", "hidden": "bool[1|b 1|n 1|s t]"} | mask_spec("added")
         return found | ({"value": "D[]"} if by == "where tensor" else {})
 
     def needs(by):
@@ -259,9 +277,9 @@ class HiddenScores(_Before):
 
 def _fill_before(scores: fx.Node) -> fx.Node | None:
     """The node that fills scores before they are scaled or biased, if one does."""
-    while scores.target in _ON_THE_WAY and isinstance(scores.args[0], fx.Node):
+    while scores.target in ON_THE_WAY and isinstance(scores.args[0], fx.Node):
         scores = scores.args[0]
-    return scores if scores.target in _FILLS else None
+    return scores if scores.target in FILLED_BY else None
 
 
 def _fill_of(program: Program, node: fx.Node) -> float | None:
@@ -315,8 +333,8 @@ def _hides(fill: float, dtype: torch.dtype) -> bool:
     return fill <= mask_floor(dtype)
 
 
-_FILLS = aten_ops("masked_fill.Scalar masked_fill.Tensor where.self where.ScalarOther where.ScalarSelf where.Scalar")
-_ON_THE_WAY, _PRODUCTS = aten_ops("mul.Tensor div.Tensor to.dtype reshape add.Tensor"), aten_ops("matmul bmm baddbmm")
+FILLED_BY = aten_ops("masked_fill.Scalar masked_fill.Tensor where.self where.ScalarOther where.ScalarSelf where.Scalar")
+ON_THE_WAY, PRODUCTS = aten_ops("mul.Tensor div.Tensor to.dtype reshape add.Tensor"), aten_ops("matmul bmm baddbmm")
 
 
 def _constant(program: Program, node: fx.Node) -> float | None:

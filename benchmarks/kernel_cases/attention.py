@@ -27,7 +27,9 @@ def _case(
         return q, k, v, mask if padded else None, torch.tensor(1234, device=q.device)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor) -> Tensor:
-        return torch.ops.megafx.attention(q, k, v, mask, None, None, seed, d**-0.5, True, 0, 0.0, 0, p, 0, -1, [], "tp")
+        return torch.ops.megafx.attention(
+            q, k, v, mask, None, None, None, seed, d**-0.5, True, 0, 0.0, 0, p, 0, -1, [], "tp"
+        )
 
     def library(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor) -> Tensor:
         if mask is None:

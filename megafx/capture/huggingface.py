@@ -208,7 +208,7 @@ def _attention_by_tag(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = float(scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1]))
         drawn: tuple[Any, ...] = (0, float(dropout), -1, -1, [], "tp")
         out = torch.ops.megafx.attention(
-            query, key, value, mask, key_mask, None, None, scale, shape.causal, shape.window, float(softcap or 0.0),
+            query, key, value, mask, key_mask, None, None, None, scale, shape.causal, shape.window, float(softcap or 0.0),
             *drawn,
         )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None

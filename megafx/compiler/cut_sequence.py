@@ -103,7 +103,7 @@ def _count_queries(program: Program) -> None:
         scale = q.meta[VAL].shape[-1] ** -0.5 if scale is None else scale
         build = Builder(program, node, node, NAME)
         options: Any = (scale, True, 0, 0.0, 0, 0.0, 0, -1, [], TENSOR_AXIS)
-        made = build(torch.ops.megafx.attention.default, q, k, v, None, None, None, None, *options)
+        made = build(torch.ops.megafx.attention.default, q, k, v, None, None, None, None, None, *options)
         node.replace_all_uses_with(made)
         program.graph.erase_node(node)
 

@@ -22,7 +22,7 @@ from megafx.planner.context import Planner
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "pack_attention_gradients"
 aten, ops = torch.ops.aten, torch.ops.megafx
-OPERANDS = 10  # of attention_backward before its options: grad, q, k, v, mask, key_mask, segments, seed, out, lse
+OPERANDS = 11  # of attention_backward before its options: grad, q, k, v, mask, key_mask, segments, sink, seed, out, lse
 
 
 def pack_attention_gradients(program: Program, planner: Planner) -> int:

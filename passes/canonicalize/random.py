@@ -49,7 +49,9 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     mask = None if mask is None else _with_leading_ones(editor, node, mask)
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
     drawn: tuple[Any, ...] = (p, -1, -1, [], AXIS)
-    out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, None, None, factor, causal, 0, 0.0, 0, *drawn)
+    out = emit(
+        torch.ops.megafx.attention.default, q, k, v, mask, None, None, None, None, factor, causal, 0, 0.0, 0, *drawn
+    )
     for _ in range(4 - rank):
         out = emit(aten.select.int, out, 0, 0)
     return replace(node, out)

@@ -154,6 +154,8 @@ def _hidden(
     program: Program, planner: Planner, node: fx.Node, seen: Visible, mask: torch.Tensor, by_position: bool
 ) -> int | None:
     """What hidden scores are once the mask is flags and a [b, t] tensor; None where rows would change that see no key."""
+    if argument(node, "sink") is not None:
+        return ZEROS  # every row sees the sink
     hidden: int = argument(node, "hidden")
     if seen.window and hidden != ZEROS and not _same_lengths(program, node):
         return None  # queries beyond the keys see none
@@ -237,7 +239,7 @@ def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     scale = argument(node, "scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])  # type: ignore[union-attr]
     new = emit(
-        ops.attention.default, q, k, v, mask, None, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp"
+        ops.attention.default, q, k, v, mask, None, None, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp"
     )
     if not _attention(program, planner, reader, new):
         program.graph.erase_node(new)

@@ -10,7 +10,7 @@ from interpret import run_program
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.ir.nodes import draw_of, is_draw
+from megafx.ir.nodes import argument, draw_of, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
@@ -55,8 +55,8 @@ def _attentions(program: Any) -> list[Any]:
 
 def _flags(node: Any) -> tuple[Any, ...]:
     """(shape of the mask, causal, window)."""
-    mask = node.args[3]
-    return None if mask is None else mask.meta["val"].dim(), node.args[8], node.args[9]
+    mask = argument(node, "mask")
+    return None if mask is None else mask.meta["val"].dim(), argument(node, "causal"), argument(node, "window")
 
 
 # model, config, (dims of the mask, causal, window) without and with a padding mask
@@ -110,9 +110,12 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
     canonicalize_program(program)
     describe_masks(program, make_planner())
     found = [n for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
-    masks = [tuple(None if a is None else a.meta["val"].dim() for a in node.args[3:5]) for node in found]
+    masks = [
+        tuple(None if a is None else a.meta["val"].dim() for a in (argument(node, "mask"), argument(node, "key_mask")))
+        for node in found
+    ]
     assert masks == [(4, 2), (4, None), (2, None)]  # the decoder's own is causal; cross attention's bias is all zeros
-    assert all(node.args[3].meta["val"].shape[0] == 1 for node in found[:2])
+    assert all(argument(node, "mask").meta["val"].shape[0] == 1 for node in found[:2])
     lengths = {str(node.args[i].meta["val"].shape[2]) for node in found for i in (0, 1)}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -130,9 +133,9 @@ def test_packed_positions_are_segments_and_a_users_mask_stays() -> None:
         assert all(n.target is torch.ops.aten.scaled_dot_product_attention.default for n in _attentions(program))
         describe_masks(program, make_planner())
         for node in _attentions(program):
-            packed = node.target is torch.ops.megafx.attention.default and node.args[5] is not None
+            packed = node.target is torch.ops.megafx.attention.default and argument(node, "segments") is not None
             assert packed == ("position_ids" in extra)
-            assert not packed or (node.args[3], node.args[8]) == (None, True)
+            assert not packed or (argument(node, "mask"), argument(node, "causal")) == (None, True)
         found, wanted = run_program(program, model, (), inputs | extra), model(**inputs, **extra)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-7, atol=1e-9)
 
@@ -151,7 +154,9 @@ def test_packed_sequences_with_a_window_on_ranks_that_cut_them() -> None:
     verdict = megafx.verify(model, config, example_inputs=inputs, mesh={"cp": 2})
     assert verdict, str(verdict)
     found = [n for n in kept[0].graph.nodes if n.target is torch.ops.megafx.attention_forward.default]
-    assert found and all((n.args[3], n.args[8], n.args[9]) == (None, True, 5) and n.args[5] for n in found)
+    assert found and all(argument(n, "segments") for n in found)
+    flags = [[argument(n, name) for name in ("mask", "causal", "window")] for n in found]
+    assert flags == [[None, True, 5]] * len(found)
     shapes = [n.meta["val"].shape for n in kept[0].graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     assert not any(list(shape[-2:]) in ([16, 16], [8, 16]) for shape in shapes)
 

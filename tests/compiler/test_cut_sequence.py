@@ -35,7 +35,7 @@ CUT = """\
 %6 = unsqueeze(%5, 1)                                     # f32[batch 1 ((seq+1)//2) 4]
 %7 = linear(%6, %1)                                       # f32[batch 1 ((seq+1)//2) 4]
 %8 = transition(%7, 'S2', 'R', [1, %3, 1], [], 'cp', 2)   # f32[batch 1 seq 4]
-%9 = attention(%6, %8, %8, None, None, None, None, 0.5, True, 0, 0.0, 0, 0.0, 0, 2, [1, %3, 1], 'cp')  \
+%9 = attention(%6, %8, %8, None, None, None, None, None, 0.5, True, 0, 0.0, 0, 0.0, 0, 2, [1, %3, 1], 'cp')  \
 # f32[batch 1 ((seq+1)//2) 4]
 %10 = transition(%9, 'S2', 'I', [1, %3, 1], [], 'cp', 2)  # f32[batch 1 seq 4]
 return %10"""

@@ -14,6 +14,7 @@ import megafx
 from megafx.checks.types import check_batch_types
 from megafx.config import Config
 from megafx.errors import PlacementError, PlanError, UsageError
+from megafx.ir.nodes import set_arguments
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 
@@ -195,7 +196,7 @@ def test_attention_that_is_not_told_its_queries_is_noticed():
     check_batch_types(joint)
     op = torch.ops.megafx.attention_forward.default
     (node,) = joint.graph.find_nodes(op="call_function", target=op)
-    node.args = (*node.args[:14], -1, [], "tp")
+    set_arguments(node, shard_dim=-1, layout=[], axis="tp")
     with pytest.raises(PlacementError, match="counts queries that are whole"):
         check_batch_types(joint)
 

@@ -15,6 +15,7 @@ import megafx
 from megafx.checks.types import check_batch_types
 from megafx.config import Config
 from megafx.errors import PlacementError
+from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 
@@ -131,7 +132,7 @@ def test_documents_are_segments_on_any_ranks(form: str) -> None:
     assert kept
     for program in kept:
         found = program.graph.find_nodes(op="call_function", target=ATTENTION)
-        assert len(found) == 2 and all(node.args[5] is not None for node in found)
+        assert len(found) == 2 and all(argument(node, "segments") is not None for node in found)
         for node in program.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, Tensor):
@@ -169,11 +170,11 @@ def test_a_rank_that_is_not_told_which_queries_it_has_is_noticed() -> None:
     (joint,) = kept
     check_batch_types(joint)
     for node in joint.graph.find_nodes(op="call_function", target=ATTENTION):
-        assert node.args[14] == 2 and node.args[8:10] == (
+        assert argument(node, "shard_dim") == 2 and (argument(node, "causal"), argument(node, "window")) == (
             False,
             0,
         )  # queries are cut, and nothing but segments counts them
-        node.args = (*node.args[:14], -1, [], "tp")
+        set_arguments(node, shard_dim=-1, layout=[], axis="tp")
     with pytest.raises(PlacementError, match="counts queries that are whole"):
         check_batch_types(joint)
 
@@ -193,4 +194,4 @@ def test_what_segments_cannot_say_stays_a_mask() -> None:
         verdict = megafx.verify(Packed(form).double(), config, example_inputs=call, mesh={"tp": 2}, tolerance=1e-10)
         assert verdict, str(verdict)
         ops = [n for p in kept for n in p.graph.find_nodes(op="call_function", target=ATTENTION)]
-        assert all(node.args[5] is None for node in ops), form
+        assert all(argument(node, "segments") is None for node in ops), form

@@ -71,7 +71,7 @@ def test_is_the_formula(name, p, options):
         inputs = (mask,)
     where = tuple(torch.arange(n) for n in q.shape[:3])
     keep = keep_mask(where, 9, subkey(SEED, 4), p) if p else None
-    found = attention(q, k, v, mask, None, None, SEED, 0.4, *options, p, 4, *WHOLE)
+    found = attention(q, k, v, mask, None, None, None, SEED, 0.4, *options, p, 4, *WHOLE)
     wanted = written_out(q, k, v, mask, 0.4, *options[:3], keep, p)
     torch.testing.assert_close(found, wanted)
     grad = torch.randn(found.shape, dtype=found.dtype)
@@ -103,12 +103,12 @@ def test_two_masks_are_their_sum(kind, name):
         both, inputs = added + (mask[:, None, None] if mask.dim() == 2 else mask), (mask,)
     results = []
     for masks in ((mask, keys), (both, None)):
-        out = attention(q, k, v, *masks, None, SEED, 0.4, True, 0, 0.0, 0, 0.3, 4, *WHOLE)
+        out = attention(q, k, v, *masks, None, None, SEED, 0.4, True, 0, 0.0, 0, 0.3, 4, *WHOLE)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, *inputs))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     alone = [
-        attention(q, k, v, *masks, None, SEED, 0.4, True, 0, 0.0, 0, 0.3, 4, *WHOLE)
+        attention(q, k, v, *masks, None, None, SEED, 0.4, True, 0, 0.0, 0, 0.3, 4, *WHOLE)
         for masks in ((None, keys), (keys, None))
     ]
     assert torch.equal(*alone)
@@ -123,41 +123,79 @@ def test_segments_are_a_mask_of_equal_ids(options):
         same = (given[:, :, None] == given[:, None, :])[:, None].expand(2, 1, 9, 9)
         for extra in (None, torch.randn(1, 6, 9, 9, dtype=torch.float64)):
             both = same if extra is None else extra.expand(2, 6, 9, 9).masked_fill(~same, -math.inf)
-            found = attention(q, k, v, extra, None, given, SEED, 0.4, *options, 0.3, 4, *WHOLE)
-            wanted = attention(q, k, v, both, None, None, SEED, 0.4, *options, 0.3, 4, *WHOLE)
+            found = attention(q, k, v, extra, None, given, None, SEED, 0.4, *options, 0.3, 4, *WHOLE)
+            wanted = attention(q, k, v, both, None, None, None, SEED, 0.4, *options, 0.3, 4, *WHOLE)
             torch.testing.assert_close(found, wanted)
             for a, b in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, wanted)), strict=True):
                 torch.testing.assert_close(a, b)
     layout, whole = (
         Layout.from_flat((1, 9, 1)),
-        attention(q, k, v, None, None, ids, None, 0.4, *options, 0.0, 4, *WHOLE),
+        attention(q, k, v, None, None, ids, None, None, 0.4, *options, 0.0, 4, *WHOLE),
     )
     for rank in range(3):
         with axes.on_mesh({"tp": axes.AxisContext(rank, 3, "")}):
             part = _cut(q, 2, layout, rank, 3)
-            local = attention(part, k, v, None, None, ids, None, 0.4, *options, 0.0, 4, 2, [1, 9, 1], "tp")
+            local = attention(part, k, v, None, None, ids, None, None, 0.4, *options, 0.0, 4, 2, [1, 9, 1], "tp")
         torch.testing.assert_close(local, whole[:, :, 3 * rank : 3 * rank + 3])
     with pytest.raises(ValueError, match="are of 9 keys and as many queries, got 7"):
-        attention(q[:, :, :7], k, v, None, None, ids, None, 0.4, *options, 0.0, 4, *WHOLE)
+        attention(q[:, :, :7], k, v, None, None, ids, None, None, 0.4, *options, 0.0, 4, *WHOLE)
     with pytest.raises(ValueError, match="are not integers"):
-        attention(q, k, v, None, None, ids.double(), None, 0.4, *options, 0.0, 4, *WHOLE)
+        attention(q, k, v, None, None, ids.double(), None, None, 0.4, *options, 0.0, 4, *WHOLE)
     with pytest.raises(ValueError, match="hidden 1 is not 0"):
-        attention(q, k, v, None, ids > 0, ids, None, 0.4, *options[:3], 1, 0.0, 4, *WHOLE)
+        attention(q, k, v, None, ids > 0, ids, None, None, 0.4, *options[:3], 1, 0.0, 4, *WHOLE)
+
+
+@pytest.mark.parametrize("options", [(True, 0, 0.0, 0), (False, 3, 1.5, 0), (False, 0, 0.0, 1)], ids=str)
+@pytest.mark.parametrize("name", ["none", "padding", "bool", "nothing seen", "bias"])
+def test_a_sink_is_one_more_key_without_a_value(name, options):
+    """Output and every gradient, with dropout, which is not drawn for the sink; a row that sees no key is zeros."""
+    (q, k, v), mask = tensors(), MASKS[name]
+    sink = torch.tensor([-2.0, 0.0, 1.0, 0.5, -0.5, 30.0], dtype=q.dtype, requires_grad=True)
+    shown = torch.ones(2, 6, 7, 9, dtype=torch.bool)
+    if mask is not None and mask.dtype == torch.bool:
+        shown = shown & (mask[:, None, None] if mask.dim() == 2 else mask)
+    causal, window, softcap, _ = options
+    query, key = torch.arange(7)[:, None], torch.arange(9)
+    shown = shown & (key <= query) if causal else shown
+    shown = shown & ((query - key).abs() < window) if window else shown
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.4
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if mask is None or mask.dtype == torch.bool else scores + mask
+    column = sink[:, None, None].expand(2, 6, 7, 1)
+    weights = torch.cat((scores.masked_fill(~shown, -math.inf), column), -1).softmax(-1)[..., :-1]
+    keep = keep_mask(tuple(torch.arange(n) for n in (2, 6, 7)), 9, subkey(SEED, 4), 0.3)
+    wanted = (weights * keep * philox.scale(0.3)) @ v.repeat_interleave(2, 1)
+    found = attention(q, k, v, mask, None, None, sink, SEED, 0.4, *options, 0.3, 4, *WHOLE)
+    torch.testing.assert_close(found, wanted)
+    assert name != "nothing seen" or not found.any()
+    grad = torch.randn(found.shape, dtype=found.dtype)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v, sink), grad) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+    nothing = torch.full_like(sink, -math.inf)  # a sink that takes no weight
+    with_none = attention(q, k, v, mask, None, None, nothing, SEED, 0.4, *options[:3], 0, 0.3, 4, *WHOLE)
+    torch.testing.assert_close(
+        with_none, attention(q, k, v, mask, None, None, None, SEED, 0.4, *options[:3], 0, 0.3, 4, *WHOLE)
+    )
+    if name == "none":
+        with pytest.raises(ValueError, match="one number for each of 6 query heads"):
+            attention(q, k, v, mask, None, None, sink[:3], SEED, 0.4, *options, 0.3, 4, *WHOLE)
 
 
 def test_without_extras_it_is_the_librarys():
     q, k, v = tensors(s=9)
-    gm = make_fx(lambda *a: attention(*a, None, None, None, None, 0.3, True, 0, 0.0, 0, 0.0, 0, *WHOLE))(q, k, v)
+    gm = make_fx(lambda *a: attention(*a, None, None, None, None, None, 0.3, True, 0, 0.0, 0, 0.0, 0, *WHOLE))(q, k, v)
     names = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
     assert not any("megafx" in n for n in names) and any("scaled_dot_product" in n or "softmax" in n for n in names)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k, v, None, None, None, None, 0.3, True, 0, 0.0, 0, 0.0, 0, *WHOLE), wanted)
+    torch.testing.assert_close(
+        attention(q, k, v, None, None, None, None, None, 0.3, True, 0, 0.0, 0, 0.0, 0, *WHOLE), wanted
+    )
 
 
 def test_gradcheck():
     q, k, v = tensors(1, 2, 1, 4, 5, 3, 2)
     bias = torch.randn(1, 1, 4, 5, dtype=torch.float64, requires_grad=True)
-    call = lambda q, k, v, bias: attention(q, k, v, bias, None, None, SEED, 0.4, True, 3, 2.0, 0, 0.3, 4, *WHOLE)  # noqa: E731
+    call = lambda q, k, v, bias: attention(q, k, v, bias, None, None, None, SEED, 0.4, True, 3, 2.0, 0, 0.3, 4, *WHOLE)  # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, v, bias))
 
 
@@ -174,7 +212,7 @@ def test_shards_draw_their_slice(dim, flat, t):
 
     def run(q, k, v, grad, where):
         q = q.requires_grad_()
-        out = attention(q, k, v, None, None, None, *options, *where)
+        out = attention(q, k, v, None, None, None, None, *options, *where)
         return out, *torch.autograd.grad(out, q, grad)
 
     whole = run(q.clone(), k, v, grad, WHOLE)
@@ -201,7 +239,7 @@ def _cut(x, dim, layout, rank, t):
 def test_shared_kv_heads_under_cut_query_heads():
     """Two KV heads of four queries each on 4 ranks: every rank has one query head of each, and both KV heads."""
     q, k, v = tensors(1, 8, 2, 5, 6, 4, 4)
-    options = (None, None, None, SEED, 0.4, True, 0, 0.0, 0, 0.4, 3)
+    options = (None, None, None, None, SEED, 0.4, True, 0, 0.0, 0, 0.4, 3)
     whole = attention(q, k, v, *options, *WHOLE)
     for rank in range(4):
         with axes.on_mesh({"tp": axes.AxisContext(rank, 4, "")}):
@@ -248,8 +286,8 @@ def test_statistics(seed, op_id):
 
 def test_edges_and_errors():
     q, k, v = tensors()
-    assert not attention(q, k, v, None, None, None, SEED, 0.4, False, 0, 0.0, 0, 1.0, 0, *WHOLE).any()
-    call = lambda q, k, v, mask, *rest: attention(q, k, v, mask, None, None, *rest, *WHOLE)  # noqa: E731
+    assert not attention(q, k, v, None, None, None, None, SEED, 0.4, False, 0, 0.0, 0, 1.0, 0, *WHOLE).any()
+    call = lambda q, k, v, mask, *rest: attention(q, k, v, mask, None, None, None, *rest, *WHOLE)  # noqa: E731
     assert call(q[:0], k[:0], v[:0], None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0).shape == (0, 6, 7, 5)
     assert not call(q, k[:, :, :0], v[:, :, :0], None, SEED, 0.4, False, 0, 1.0, 0, 0.0, 0).any()
     torch.manual_seed(5)
@@ -262,9 +300,9 @@ def test_edges_and_errors():
         call(q, k, v, torch.ones(3, 9, dtype=torch.bool), SEED, 0.4, False, 0, 0.0, 0, 0.5, 0)
     bias, keys = MASKS["bias"], torch.ones(2, 9, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"not broadcastable to \[b, t\] \(2, 9\)"):
-        attention(q, k, v, bias, keys[:, :5], None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0, *WHOLE)
+        attention(q, k, v, bias, keys[:, :5], None, None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0, *WHOLE)
     with pytest.raises(ValueError, match="gets no gradient"):
-        attention(q, k, v, bias, keys.requires_grad_(), None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0, *WHOLE)
+        attention(q, k, v, bias, keys.requires_grad_(), None, None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0, *WHOLE)
     with pytest.raises(ValueError, match="between 0 and 1"):
         call(q, k, v, None, SEED, 0.4, False, 0, 0.0, 0, 1.5, 0)
 

@@ -75,11 +75,13 @@ OPS = {
     ),
     "attention": (
         lambda b: [(b, N, S, E), (b, 1, S, E), (b, 1, S, E)],
-        lambda q, k, v: ops.attention(q, k, v, None, None, None, SEED, 0.5, True, 3, 0.0, 0, *DRAW[1:]),
+        lambda q, k, v: ops.attention(q, k, v, None, None, None, None, SEED, 0.5, True, 3, 0.0, 0, *DRAW[1:]),
     ),
     "attention with a bias": (
         lambda b: [(b, N, S, E), (b, N, S, E), (b, N, S, E), (1, N, S, S)],
-        lambda q, k, v, m: ops.attention(q, k, v, m, None, None, None, 0.5, False, 0, 20.0, 0, 0.0, 0, -1, [], "tp"),
+        lambda q, k, v, m: ops.attention(
+            q, k, v, m, None, None, None, None, 0.5, False, 0, 20.0, 0, 0.0, 0, -1, [], "tp"
+        ),
     ),
 }
 

@@ -180,7 +180,7 @@ def _op(name: str) -> Any:
 _HEADS = [torch.zeros(2, n, 16, 32, dtype=BF16) for n in (4, 2, 2)]
 WIDE = (
     "megafx.attention_forward.default",
-    [*_HEADS, None, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0, 0.1, 7, -1, [], ""],
+    [*_HEADS, None, None, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0, 0.1, 7, -1, [], ""],
 )
 OPS = [(name, facts) for name, facts in declared().items() if _replay(_op(name))]
 CALLS = [(name, _sample(args)) for name, facts in OPS for args in facts.samples] + [WIDE]
@@ -437,6 +437,7 @@ def gpu_checks() -> None:
                 rand(2, 4, 48, 32),
                 rand(2, 2, 48, 32),
                 rand(2, 2, 48, 32),
+                None,
                 None,
                 None,
                 None,

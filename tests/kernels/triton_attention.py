@@ -15,6 +15,7 @@ from megafx.kernels.attention import (
     attention_backward_triton,
     attention_mask_triton,
     attention_reference,
+    attention_sink_triton,
     attention_triton,
 )
 from megafx.kernels.attention.attention_reference import FILLED, FILLED_NAN, Inputs
@@ -30,7 +31,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 def check(
     b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, hidden=0, p=0.0, cut=None,
-    tma=True, turned=False, keys=None, segments=None,
+    tma=True, turned=False, keys=None, segments=None, sink=None,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
     if next(COUNT) % PARTS != PART:
@@ -43,10 +44,11 @@ def check(
     mask = None if mask is None else mask.to(DEVICE)
     keys = None if keys is None else keys.to(DEVICE)
     segments = None if segments is None else segments.to(DEVICE)
+    sink = None if sink is None else sink.to(DEVICE)
     options = (e**-0.5, causal, window, softcap, hidden, p, 5, dim, layout, "tp")
-    x = Inputs.of((q, k, v, mask, keys, segments, SEED), options)
+    x = Inputs.of((q, k, v, mask, keys, segments, sink, SEED), options)
     wide = [y if y is None or y.dtype == torch.bool else y.double() for y in x[:5]]
-    exact = Inputs.of((*wide, segments, SEED), options)
+    exact = Inputs.of((*wide, segments, None if sink is None else sink.double(), SEED), options)
     tuning = {"TMA": tma}
     out, lse = attention_triton.forward(x, **tuning)
     wanted, statistics = attention_reference.forward(exact)
@@ -64,11 +66,15 @@ def check(
     if mask is not None and mask.dtype != torch.bool:
         found.append(attention_mask_triton.mask_backward(grad, x, out, lse))
         expected.append(attention_reference.mask_backward(grad.double(), exact))
+    if sink is not None:
+        found.append(attention_sink_triton.sink_backward(grad, out, lse, sink))
+        expected.append(attention_reference.sink_backward(grad.double(), wanted, statistics, exact.sink))
     case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
-    for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
+    names = ["out", "dq", "dk", "dv"] + ["dmask"] * (mask is not None and mask.dtype != torch.bool) + ["dsink"]
+    for name, a, w in zip(names, found, expected, strict=False):
         assert torch.equal(a.isnan(), w.isnan()), (case, name)
         error = float((a.double() - w).nan_to_num().norm() / w.nan_to_num().norm().clamp(min=1e-9))
-        assert error < LIMITS[dtype], (case, name, error)
+        assert error < LIMITS[dtype] * (10 if name == "dsink" else 1), (case, name, error)  # a sum whose terms cancel
     seen = statistics.isfinite() & (statistics.abs() < 1e4)
     if hidden > 2:
         return  # NaN
@@ -142,6 +148,13 @@ def main():
     bias, padding = torch.randn(1, 2, 130, 130), torch.rand(2, 130) < 0.9
     check(2, 2, 1, 130, 130, 16, 16, segments=mixed.int(), mask=bias, keys=padding, causal=True, dtype=torch.float16)
     check(2, 2, 1, 130, 130, 16, 16, segments=mixed[:1] > 0, mask=padding, dtype=torch.float16)
+    # sinks: of fp32 beside half precision; rows that see no key (a mask, a window beyond the keys) are zeros
+    sink = torch.tensor([0.7, -1.5, 3.0, 0.0])
+    check(2, 4, 2, 70, 90, 16, 16, sink=sink, causal=True)
+    check(2, 4, 4, 130, 70, 12, 20, sink=sink.half(), window=20, dtype=torch.float16, p=0.3, tma=False, turned=True)
+    check(1, 2, 1, 70, 70, 16, 16, sink=sink[:2], mask=hidden, softcap=3.0, p=0.3)
+    check(1, 4, 2, 70, 70, 16, 16, sink=sink, mask=torch.randn(1, 4, 70, 70), keys=dark[:1], dtype=torch.float16)
+    check(1, 2, 2, 200, 200, 16, 16, sink=sink[2:], segments=rising[None], causal=True)
     for rank in (0, 1):  # a rank's queries: their ids are those of their places in the whole sequence
         with axes.on_mesh({"tp": axes.AxisContext(rank, 2, "")}):
             check(1, 2, 1, 100, 200, 16, 16, segments=rising[None], causal=True, p=0.3, cut=(2, (1, 200, 1)))
@@ -152,6 +165,9 @@ def main():
     if DEVICE == "cuda":
         for width in (16, 32, 64, 80, 96, 128, 192, 256):
             check(2, 4, 2, 300, 200, width, width, dtype=torch.bfloat16, causal=True, p=0.1, turned=True)
+        for width in (64, 80, 128):
+            check(2, 4, 2, 300, 300, width, width, dtype=torch.bfloat16, causal=True, sink=sink.bfloat16(), turned=True)
+            check(2, 4, 2, 300, 300, width, width, dtype=torch.bfloat16, causal=True, window=100, sink=sink)
         check(2, 2, 2, 200, 300, 256, 256, p=0.1, causal=True)
     print("all right")
 

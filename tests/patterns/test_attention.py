@@ -53,14 +53,14 @@ def test_golden():
     expect(
         fused.program,
         """\
-        %0 = q                                                                                         # f32[b 2 s 4]
-        %1 = k                                                                                         # f32[b 2 s 4]
-        %2 = v                                                                                         # f32[b 2 s 4]
-        %3 = m                                                                                         # bool[s s]
-        %4 = unsqueeze(%3, 0)                                                                          # bool[1 s s]
-        %5 = unsqueeze(%4, 1)                                                                          # bool[1 1 s s]
-        %6 = logical_not(%5)                                                                           # bool[1 1 s s]
-        %7 = attention(%0, %1, %2, %6, None, None, None, 0.5, False, 0, 0.0, 4, 0.0, 0, -1, [], 'tp')  # f32[b 2 s 4]
+        %0 = q                                                                                               # f32[b 2 s 4]
+        %1 = k                                                                                               # f32[b 2 s 4]
+        %2 = v                                                                                               # f32[b 2 s 4]
+        %3 = m                                                                                               # bool[s s]
+        %4 = unsqueeze(%3, 0)                                                                                # bool[1 s s]
+        %5 = unsqueeze(%4, 1)                                                                                # bool[1 1 s s]
+        %6 = logical_not(%5)                                                                                 # bool[1 1 s s]
+        %7 = attention(%0, %1, %2, %6, None, None, None, None, 0.5, False, 0, 0.0, 4, 0.0, 0, -1, [], 'tp')  # f32[b 2 s 4]
         return %7""",
     )
 
@@ -216,7 +216,9 @@ def test_dropout_keeps_its_number():
         return hugging_face(F.dropout(q, 0.2, True), k, v, p=0.1)
 
     fused = fuse_with(FAMILY, two, **CROSS)
-    assert "attention(%4, %1, %2, None, None, None, %3, 0.5, False, 0, 0.0, 0, 0.1, 1, -1, [], 'tp')" in fused.text
+    assert (
+        "attention(%4, %1, %2, None, None, None, None, %3, 0.5, False, 0, 0.0, 0, 0.1, 1, -1, [], 'tp')" in fused.text
+    )
 
 
 def test_weights_that_are_returned_stay():

@@ -3,7 +3,7 @@
     s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += masks, or -inf where a bool mask is False
     s = -inf where causal and key > query, or where |query - key| >= window > 0 (both counted from 0 in the whole sequence)
     s = -inf where segments of query and key differ
-    w = softmax over keys;  out = (w * keep / (1 - p)) v
+    w = softmax over keys, and over one more score, the head's sink, that has no value;  out = (w * keep / (1 - p)) v
 
 What a row becomes that sees no key, by `hidden`, which says how a mask hides a score:
 
@@ -22,6 +22,8 @@ not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t];
 padding mask beside a mask that all of the batch share (a relative bias, ALiBi): to join the two would take [b, nq, s, t]. It
 gets no gradient. segments: integers [b or 1, t], the document of each token where several are packed in a row; queries are
 as many as keys, and find theirs by their index in the whole sequence. Causal, window and document masks are never made.
+sink: [nq], a score of each head that every query has beside its keys: it takes weight and gives nothing (GPT-OSS; zeros are
+softmax off by one, exp(s) / (1 + sum exp(s))). No dropout is drawn for it. Each row sees it, so that `hidden` says nothing.
 out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
@@ -53,14 +55,16 @@ from megafx.placements.data_axis import CONTEXT_AXIS
 from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
-_OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? segments, {_SEED}"
+_OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? segments, Tensor? sink, {_SEED}"
 _OPTIONS = f"float scale, bool causal, int window, float softcap, int hidden, {_REST}"
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None,
-    seed: Tensor | None, *rest: Any,
+    sink: Tensor | None, seed: Tensor | None, *rest: Any,
 ) -> Tensor:  # fmt: skip
+    if sink is not None:
+        rest = (*rest[:4], reference.ZEROS, *rest[5:])
     scale, causal, window, softcap, hidden, p = rest[:6]
     if mask is None:
         mask, key_mask = key_mask, None
@@ -71,18 +75,18 @@ def _attention(
         )
     if hidden != reference.ZEROS and padding is not None and (causal or window):
         shown = (*rest[:4], reference.ZEROS, *rest[5:])
-        out = _attention(q, k, v, mask, key_mask, None, seed, *shown)
+        out = _attention(q, k, v, mask, key_mask, None, None, seed, *shown)
         seen = seen_rows(padding, q.shape[2], window)
         return torch.ops.megafx.attention_rows(out, q, k, v, seen, scale, hidden)
     cut = rest[7] == 2 and (
         causal or window
     )  # some of the queries, whose places in the sequence the library does not know
-    if mask is None and segments is None and not (window or softcap or p or cut):
+    if mask is None and segments is None and sink is None and not (window or softcap or p or cut):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     if p and seed is None:
         seed = torch.randint(2**63 - 1, (), device=q.device)
-    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, segments, seed, *rest)[0]
+    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, segments, sink, seed, *rest)[0]
 
 
 def _is_padding(mask: Any) -> bool:
@@ -91,7 +95,7 @@ def _is_padding(mask: Any) -> bool:
 
 
 def _check(x: Inputs) -> None:
-    q, k, v, mask, key_mask, segments = x[:6]
+    q, k, v, mask, key_mask, segments, sink = x[:7]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"attention takes 4 dims, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
@@ -128,9 +132,14 @@ def _check(x: Inputs) -> None:
                 f"segments {tuple(segments.shape)} are of {wanted[1]} keys and as many queries, got {q.shape[2]}"
             )
 
+    if sink is not None and (not sink.is_floating_point() or sink.shape != q.shape[1:2]):
+        raise ValueError(
+            f"sink {sink.dtype} {tuple(sink.shape)} is not one number for each of {q.shape[1]} query heads"
+        )
+
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x = Inputs.of(args[:7], args[7:])
+    x = Inputs.of(args[:8], args[8:])
     _check(x)
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_triton
@@ -141,15 +150,15 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """args: operands, out, lse, options. into: memory for the gradients."""
-    x = Inputs.of(args[:7], args[9:])
+    x = Inputs.of(args[:8], args[10:])
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_backward_triton
 
-        return attention_backward_triton.backward(grad, x, *args[7:9], into=into)
+        return attention_backward_triton.backward(grad, x, *args[8:10], into=into)
     return reference.backward(grad, x, into)
 
 
-def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 10) -> int:
+def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 11) -> int:
     """options: where they start."""
     q, k, v = args[1:4]
     sparse = bool(args[options + 2] or args[6] is not None)
@@ -175,33 +184,43 @@ def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
     """args: operands, out, lse, order, options."""
     packed = _packed_shape(grad, *args)
     q, k, v = args[:3]
-    _backward(grad, *args[:9], *args[10:], into=_packed_views(packed, q, k, v, args[9]))
+    _backward(grad, *args[:10], *args[11:], into=_packed_views(packed, q, k, v, args[10]))
     return packed
 
 
+def _sink_backward(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    if runs_triton(out) and out.numel():
+        from megafx.kernels.attention import attention_sink_triton
+
+        return attention_sink_triton.sink_backward(grad, out, lse, sink)
+    return reference.sink_backward(grad, out, lse, sink)
+
+
 def _mask_backward(grad: Tensor, *args: Any) -> Tensor:
-    x = Inputs.of(args[:7], args[9:])
+    x = Inputs.of(args[:8], args[10:])
     if runs_triton(x.q):
         from megafx.kernels.attention import attention_mask_triton
 
-        return attention_mask_triton.mask_backward(grad, x, *args[7:9])
+        return attention_mask_triton.mask_backward(grad, x, *args[8:10])
     return reference.mask_backward(grad, x)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, mask, key_mask, segments, seed, *ctx.rest = inputs
+    q, k, v, mask, key_mask, segments, sink, seed, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, key_mask, segments, seed, *output)
+    ctx.save_for_backward(q, k, v, mask, key_mask, segments, sink, seed, *output)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * (7 + len(ctx.rest))
+        return (None,) * (8 + len(ctx.rest))
     arguments = (grad, *ctx.saved_tensors, *ctx.rest)
     dq, dk, dv = torch.ops.megafx.attention_backward(*arguments)
     dmask = torch.ops.megafx.attention_mask_backward(*arguments) if ctx.needs_input_grad[3] else None
-    return dq, dk, dv, dmask, None, None, None, *[None] * len(ctx.rest)
+    sink, _, out, lse = ctx.saved_tensors[6:]
+    dsink = torch.ops.megafx.attention_sink_backward(grad, out, lse, sink) if ctx.needs_input_grad[6] else None
+    return dq, dk, dv, dmask, None, None, dsink, None, *[None] * len(ctx.rest)
 
 
 def _is_boolean_padding(mask: Any) -> bool:
@@ -215,7 +234,7 @@ def _is_boolean_padding(mask: Any) -> bool:
 def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, b s!, ~ -> b (n g) t f{statistics}"
+    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, b s!, (n g), ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
@@ -224,15 +243,15 @@ def _backward_rule(call: OpCall) -> RuleText:
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
     """
-    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, b s!, ~, b (n g) t f, b (n g) t"
+    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, b s!, (n g), ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
         # A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum.
         mask: Arg = call.get("mask")
         dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
         found = " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
-        return _row(call, f"nl[0]: {operands} -> {found}", partials=(((3, 8), "P"),))
+        return _row(call, f"nl[0]: {operands} -> {found}", partials=(((3, 9), "P"),))
     results = "b (n g) t e!; b n s! e!; b n s! f"
-    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 8), "PPR"),))
+    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 9), "PPR"),))
 
 
 def _operand_dims(call: OpCall, e: str, f: str) -> str:
@@ -269,10 +288,11 @@ define_composite(
     cost=ATTENTION,
     localize=Localized(QUERY_HEADS, "S"),
     samples=[
-        (_Q, _K, _V, real(1, 4, 6, 4), None, None, None, *_PLAIN),
-        (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, None, SEED, *_DROPPED),
-        (_K, _K, _V, None, None, None, SEED, *_CAUSAL),
-        (_K, _K, _V, None, None, _SEGMENTS, None, *_PLAIN),
+        (_Q, _K, _V, real(1, 4, 6, 4), None, None, None, None, *_PLAIN),
+        (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, None, None, SEED, *_DROPPED),
+        (_K, _K, _V, None, None, None, None, SEED, *_CAUSAL),
+        (_Q, _K, _V, None, None, None, real(4), None, *_PLAIN),
+        (_K, _K, _V, None, None, _SEGMENTS, None, None, *_PLAIN),
     ],
     body=_attention,
 )
@@ -281,9 +301,9 @@ define_op(
     rule=_forward_rule,
     cost=ATTENTION,
     samples=[
-        (_Q, _K, _V, None, None, None, None, *_PLAIN),
-        (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, None, *_PLAIN),
-        (_K, _K, _V, None, None, _SEGMENTS, None, *_PLAIN),
+        (_Q, _K, _V, None, None, None, None, None, *_PLAIN),
+        (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, real(4), None, *_PLAIN),
+        (_K, _K, _V, None, None, _SEGMENTS, None, None, *_PLAIN),
     ],
     reference=_forward,
     fake=lambda q, k, v, *_: empty_results(q, v),
@@ -293,7 +313,7 @@ define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     rule=_backward_rule,
-    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
+    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, fixed(4), None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
     fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
     workspace=_backward_bytes,
@@ -304,15 +324,24 @@ define_op(
     f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
     reference=_backward_packed,
     fake=_packed_shape,
-    workspace=lambda args, itemsize: _backward_bytes(args, itemsize, options=11),
+    workspace=lambda args, itemsize: _backward_bytes(args, itemsize, options=12),
     launches=True,
 )
 define_op(
     f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     rule=_backward_rule,
-    samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, None, _GRADIENT, _LSE, *_PLAIN)],
+    samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_mask_backward,
     fake=lambda grad, q, k, v, mask, *_: mask.new_empty(mask.shape),
+    launches=True,
+)
+define_op(
+    "attention_sink_backward(Tensor grad, Tensor out, Tensor lse, Tensor sink) -> Tensor",
+    rule="nl[0]: b n t f, b n t f, b n t, n -> n",
+    partials=(((1,), "P"),),
+    samples=[(_GRADIENT, _GRADIENT, _LSE, fixed(4))],
+    reference=_sink_backward,
+    fake=lambda grad, out, lse, sink: torch.empty_like(sink),
     launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)

@@ -41,6 +41,7 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     key_mask: Tensor | None
     segments: Tensor | None
+    sink: Tensor | None
     scale: float
     causal: bool
     window: int
@@ -50,11 +51,11 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(operands: Sequence[Any], options: Sequence[Any]) -> Inputs:
-        """operands: q, k, v, mask, key_mask, segments, seed; options: from scale to axis, as in the schema."""
-        q, k, v, mask, key_mask, segments, seed = operands
+        """operands: q, k, v, mask, key_mask, segments, sink, seed; options: from scale to axis, as in the schema."""
+        q, k, v, mask, key_mask, segments, sink, seed = operands
         scale, causal, window, softcap, hidden, p, op_id, shard_dim, layout, axis = options
         draw = Draw(seed, p, op_id, shard_dim, tuple(layout), axis)
-        return Inputs(q, k, v, mask, key_mask, segments, scale, causal, window, softcap, hidden, draw)
+        return Inputs(q, k, v, mask, key_mask, segments, sink, scale, causal, window, softcap, hidden, draw)
 
 
 def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
@@ -155,8 +156,11 @@ def _part(x: Inputs, i: int, masks: list[Tensor], where: tuple[Tensor, Tensor, T
         ids = x.segments[i % x.segments.shape[0]]
         scores = scores.masked_fill(ids[where[2], None] != ids, -math.inf)
     high = scores.amax(-1, keepdim=True) if t else scores.new_full((*split, 1), -math.inf)
-    powers = (scores - high.masked_fill(high == -math.inf, 0)).exp()
-    total = powers.sum(-1, keepdim=True)
+    sink = scores.new_tensor(-math.inf) if x.sink is None else x.sink.to(dtype).view(n, -1, 1, 1)
+    high = torch.maximum(high, sink)
+    base = high.masked_fill(high == -math.inf, 0)
+    powers = (scores - base).exp()
+    total = powers.sum(-1, keepdim=True) + (sink - base).exp()
     weights = powers / (total.masked_fill(total == 0, 1) if x.hidden == ZEROS else total)
     lse = (high + total.log()).masked_fill(total == 0, math.inf).squeeze(-1)
     kept = None
@@ -175,7 +179,7 @@ def _added(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """-> (out [b, nq, s, f], lse [b, nq, s]: log sum exp of each row's scores, infinite where it sees nothing)."""
+    """-> (out [b, nq, s, f], lse [b, nq, s]: log sum exp of each row's scores and its sink, infinite where there are none)."""
     out, lse = empty_results(x.q, x.v)
     for i, part in _parts(x):
         weights = part.weights if part.kept is None else part.weights * part.kept
@@ -205,6 +209,13 @@ def mask_backward(grad: Tensor, x: Inputs) -> Tensor:
         ds, *_ = _scores_gradient(part, grad[i])
         total[i if whole.shape[0] > 1 else 0] += ds.flatten(0, 1).sum_to_size(whole.shape[1:])
     return total.view(x.mask.shape).to(x.mask.dtype)
+
+
+def sink_backward(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """-> gradient of the sink [nq]: a row's sink has the weight that its keys lack, and the value 0."""
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sink.to(lse.dtype)[:, None] - lse).exp()
+    return -(weights * delta).sum((0, 2)).to(sink.dtype)
 
 
 def _scores_gradient(part: _Part, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -198,6 +198,7 @@ def _forward(
     KEYS,  # [b, T] by a stride, bool as uint8 or additive, IN, or None
     SEGMENTS,  # [b, T] by a stride, integers IN, or None
     TILES,  # of `Segments`, by a stride, IN, or None
+    SINK,  # [H] IN, or None
     SEED,  # [] int64 IN
     BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b, ids_b, tiles_b,
@@ -224,6 +225,9 @@ def _forward(
     acc = tl.zeros([BM, FP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     high = tl.full([BM], float("-inf"), tl.float32)
+    if SINK is not None:  # a key that is seen first, and has no value
+        high = tl.zeros([BM], tl.float32) + tl.load(SINK + h).to(tl.float32) * LOG2E
+        total += tl.where(high > float("-inf"), 1.0, 0.0)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
@@ -284,7 +288,7 @@ class Prepared:
     """What the launchers of one call share: geometry, flags and arguments by name."""
 
     def __init__(self, x: Inputs) -> None:
-        q, k, v, mask, key_mask, segments = x[:6]
+        q, k, v, mask, key_mask, segments, sink = x[:7]
         self.q, self.k, self.v = (self.rows(y) for y in (q, k, v))
         self.b, self.h, self.s, self.e = q.shape
         self.n, self.t, self.f = k.shape[1], k.shape[2], v.shape[3]
@@ -303,6 +307,7 @@ class Prepared:
         self.mask_strides = strides
         self.keys = None if key_mask is None else self._of_keys(key_mask)
         self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
+        self.sink = None if sink is None else sink.contiguous()
         kind = 0 if mask is None else _kind(mask, x.hidden)
         factor = 2 * x.scale / x.softcap if softcap else x.scale
         device = q.device
@@ -381,14 +386,15 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
     out, lse = empty_results(x.q, x.v)
     c = Prepared(x)
     if c.empty:
-        return out.zero_(), lse.fill_(math.inf)
+        return out.zero_(), lse.fill_(math.inf) if c.sink is None else lse.copy_(c.sink[:, None].expand_as(lse))
     config = {**forward_config(c), "TMA": takes_descriptors(c.q, c.k, c.v), **config}
     bm, bn, tma = config["BM"], config["BN"], config["TMA"]
     config["GROUP"] = math.gcd(config["GROUP"], c.b * c.h)
     launch(
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
-        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.segments.ids, c.segments.tiles, c.seed, *c.maps,
+        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.segments.ids, c.segments.tiles, c.sink, c.seed,
+        *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
         c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS,
         **c.flags, **config,

@@ -16,6 +16,8 @@ dscores / scale, summed over the dims it broadcasts in.
 
 Saved for backward: y where nothing is dropped (the product with the values saves it too), else the scores and two numbers
 a row, (m, sum): the mask of the dropout is drawn again. Sharded in the leading dims; rows and keys stay whole.
+megafx::sink_softmax has one more score of each head, its sink [N], that takes weight and gives none: what patterns put between
+plain code and megafx::attention. Where that does not take it, it is computed as it was written.
 Semantics: Megatron's FusedScaleMaskSoftmax without its shape gates. CUDA: masked_softmax_launch.py.
 """
 
@@ -168,6 +170,25 @@ define_composite(
         (real(2, 4, 3, 4), real(1, 4, 3, 4), 0.5, True, 0, -1e4, SEED, 0.0, 3, -1, [], "tp"),
     ],
     body=lambda *args: torch.ops.megafx.scale_mask_softmax_forward(*args)[0],
+)
+
+
+def _with_sink(scores: Tensor, mask: Tensor | None, sink: Tensor, *given: Any) -> Tensor:
+    how, draw = How.of(given)
+    check_scores(scores, mask, draw)
+    z, _ = _masked(scores, mask, how)
+    column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    plain: Any = (None, 1.0, False, 0, -math.inf, None, 0.0, 0, -1, [], "tp")
+    y = torch.ops.megafx.scale_mask_softmax(torch.cat((z.to(scores.dtype), column), -1), *plain)[..., :-1]
+    dropped_too: Tensor = torch.ops.megafx.dropout(y, *draw) if draws(draw.p) else y
+    return dropped_too
+
+
+define_composite(
+    f"sink_softmax(Tensor scores, Tensor? mask, Tensor sink, {_HOW}) -> Tensor",
+    rule="nl: b n s! t!, b n s! t!, n, ~ -> b n s! t!",
+    samples=[(real(2, 4, 3, 4), fixed(2, 1, 3, 4), real(4), 0.5, True, 0, -1e4, None, 0.0, 3, -1, [], "tp")],
+    body=_with_sink,
 )
 
 

@@ -28,7 +28,7 @@ def attention_of(order: str, p: float = 0.0) -> Callable[..., tuple[Any, ...]]:
             part[name] = x[..., start : start + width].view(B, S, HEADS[name], D).transpose(1, 2)
             start += width
         options = (0.5, True, 3, 0.0, 0, p, 1, -1, [], "tp")  # a window: megafx's own kernel
-        return (torch.ops.megafx.attention(part["q"], part["k"], part["v"], None, None, None, seed, *options),)
+        return (torch.ops.megafx.attention(part["q"], part["k"], part["v"], None, None, None, None, seed, *options),)
 
     return function
 
@@ -56,7 +56,9 @@ def test_a_gradient_that_something_else_reads_is_left() -> None:
         x = x.tanh()
         q = x.view(B, S, 4, D).transpose(1, 2)
         return (
-            torch.ops.megafx.attention(q, q, q, None, None, None, seed, 0.5, True, 3, 0.0, 0, 0.0, 1, -1, [], "tp"),
+            torch.ops.megafx.attention(
+                q, q, q, None, None, None, None, seed, 0.5, True, 3, 0.0, 0, 0.0, 1, -1, [], "tp"
+            ),
         )
 
     inputs = {"x": nn.Parameter(torch.randn(B, S, 4 * D).double()), "seed": torch.tensor(7)}

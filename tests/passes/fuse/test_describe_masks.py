@@ -14,6 +14,7 @@ from megafx.analysis.masks import MaskReader
 from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
 from megafx.ir.dump import target_text
+from megafx.ir.nodes import argument
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
@@ -89,7 +90,7 @@ def chain(mask):
 @pytest.mark.parametrize("form", CAUSAL)
 def test_causal_masks_are_flags(form):
     before, after, node = described(chain(CAUSAL[form]))
-    assert node.args[3] is None and node.args[8:10] == (True, 0)
+    assert argument(node, "mask") is None and (argument(node, "causal"), argument(node, "window")) == (True, 0)
     assert not {"tril", "triu", "full", "ones", "where", "arange"} & {target_text(n.target) for n in after.graph.nodes}
     assert_same(before, after)
 
@@ -98,7 +99,7 @@ def test_causal_masks_are_flags(form):
 def test_windows_are_numbers(form):
     function, flags = WINDOWS[form]
     before, after, node = described(chain(function))
-    assert node.args[3] is None and node.args[8:10] == flags
+    assert argument(node, "mask") is None and (argument(node, "causal"), argument(node, "window")) == flags
     assert_same(before, after)
 
 
@@ -117,14 +118,14 @@ def test_padding_is_a_row_of_keys(causal, fill):
         return chain(lambda q, z: padded(q, z, m, causal, fill))(q, k, v)
 
     before, after, node = described(function, m="i64[b s]")
-    mask = node.args[3].meta["val"]
+    mask = argument(node, "mask").meta["val"]
     wanted = 2 if causal else 4  # alone it is no larger as it was
     assert (
         mask.dim() == wanted
         and mask.shape[-1] == node.args[1].meta["val"].shape[2]
         and mask[0].numel() == mask.shape[-1]
     )
-    assert node.args[8] == causal
+    assert argument(node, "causal") == causal
     run_with_padding(before, after)
 
 
@@ -147,7 +148,7 @@ def test_padding_whose_dims_come_and_go():
         return chain(lambda q, z: padded(q, z, m.bool()[None, :, None][0, :, 0]))(q, k, v)
 
     before, after, node = described(function, m="i64[b s]")
-    assert node.args[3].meta["val"].dim() == 2 and node.args[8] is True
+    assert argument(node, "mask").meta["val"].dim() == 2 and argument(node, "causal") is True
     run_with_padding(before, after)
 
 
@@ -172,7 +173,9 @@ def test_a_window_with_padding():
         return chain(mask)(q, k, v)
 
     before, after, node = described(function, m="i64[b s]")
-    assert node.args[8:10] == (True, 2) and node.args[3].meta["val"].dim() == 2
+    assert (argument(node, "causal"), argument(node, "window")) == (True, 2) and argument(node, "mask").meta[
+        "val"
+    ].dim() == 2
     run_with_padding(before, after)
 
 
@@ -182,7 +185,7 @@ def test_a_bias_under_a_causal_mask_is_what_is_left():
         return chain(lambda q, z: z + bias)(q, k, v)
 
     before, after, node = described(function, a="param f32[1 n=2 s s]")
-    assert node.args[3].op == "placeholder" and node.args[8] is True
+    assert argument(node, "mask").op == "placeholder" and argument(node, "causal") is True
     assert_same(before, after)
 
 
@@ -196,7 +199,7 @@ def test_a_bias_that_is_detached_gets_no_gradient(stopped):
         return chain(lambda q, z: z + bias)(q, k, v)
 
     before, after, node = described(function, a="param f32[1 n=2 s s]")
-    assert target_text(node.args[3].target) == "detach" and node.args[8] is (stopped == "bias")
+    assert target_text(argument(node, "mask").target) == "detach" and argument(node, "causal") is (stopped == "bias")
     assert_same(before, after)
 
 
@@ -207,9 +210,9 @@ def test_a_tensor_that_may_be_a_mask_under_a_causal_one():
         return chain(lambda q, z: z + (a + torch.where(positions(q)[0] <= positions(q)[1], 0.0, fill)))(q, k, v)
 
     _, _, node = described(function, a="f32[b 1 1 s]")
-    assert node.args[8] is False
+    assert argument(node, "causal") is False
     _, _, node = described(lambda q, k, v, a: function(q, k, v, a, -math.inf), a="f32[b 1 1 s]")
-    assert node.args[8] is True
+    assert argument(node, "causal") is True
 
 
 @pytest.mark.parametrize(("causal", "fill"), [(False, LOWEST), (False, -math.inf)])
@@ -221,8 +224,12 @@ def test_a_bias_with_padding_stays_one_for_the_batch(causal, fill):
         return chain(lambda q, z: z + (a + mask))(q, k, v)
 
     before, after, node = described(function, m="i64[b s]", a="param f32[1 n=2 s s]")
-    assert node.args[3].op == "placeholder" and node.args[4].meta["val"].dim() == 2 and node.args[8] == causal
-    assert node.args[4].meta["val"].is_floating_point() == (not causal)
+    assert (
+        argument(node, "mask").op == "placeholder"
+        and argument(node, "key_mask").meta["val"].dim() == 2
+        and argument(node, "causal") == causal
+    )
+    assert argument(node, "key_mask").meta["val"].is_floating_point() == (not causal)
     sizes = [tuple(n.meta["val"].shape) for n in after.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     scores = (*node.args[0].meta["val"].shape[:3], node.args[1].meta["val"].shape[2])
     assert scores not in sizes
@@ -237,7 +244,11 @@ def test_a_trained_bias_with_causal_padding_of_minus_infinity():
         return chain(lambda q, z: z + (a + mask))(q, k, v)
 
     before, after, node = described(function, m="i64[b s]", a="param f32[1 n=2 s s]")
-    assert node.args[3].op != "placeholder" and node.args[4] is None and node.args[8] is False
+    assert (
+        argument(node, "mask").op != "placeholder"
+        and argument(node, "key_mask") is None
+        and argument(node, "causal") is False
+    )
     run_with_padding(before, after, bias=True)
 
 
@@ -246,7 +257,9 @@ def test_the_library_takes_flags_too():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=square(q).tril().bool())
 
     before, after, node = described(function)
-    assert target_text(node.target) == "attention" and node.args[3] is None and node.args[8] is True
+    assert (
+        target_text(node.target) == "attention" and argument(node, "mask") is None and argument(node, "causal") is True
+    )
     assert_same(before, after)
 
 
@@ -284,7 +297,7 @@ STAY = {
 def test_other_masks_stay_tensors(case):
     function, more = STAY[case]
     _, _, node = described(lambda q, k, v, **m: chain(lambda q, z: function(q, z, **m))(q, k, v), **more)
-    assert node.args[3] is not None and node.args[8:10] == (False, 0)
+    assert argument(node, "mask") is not None and (argument(node, "causal"), argument(node, "window")) == (False, 0)
 
 
 # -- buffers
@@ -345,7 +358,11 @@ def test_padded_batches_of_an_eager_model(t):
     case = harness.Case(model, inputs, capture_call(model, (), inputs(2, 16)))
     compiled = case.compile(t)
     forward = [n for n in compiled.program.graph.nodes if "attention_forward" in str(n.target)]
-    assert len(forward) == 1 and forward[0].args[3].meta["val"].dim() == 2 and forward[0].args[8] is True
+    assert (
+        len(forward) == 1
+        and argument(forward[0], "mask").meta["val"].dim() == 2
+        and argument(forward[0], "causal") is True
+    )
     call = inputs(3, 13)
     harness.assert_equal(case.run(compiled, call), case.reference(call))
 
