@@ -35,6 +35,7 @@ from megafx.passes.communicate.gather_parameters import gather_parameters
 from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
 from megafx.passes.experts.drop_expert_values import drop_expert_values
+from megafx.passes.experts.group_by_expert import group_by_expert
 from megafx.passes.experts.join_experts import join_experts
 from megafx.passes.experts.own_experts import own_experts
 from megafx.passes.fuse.describe_masks import describe_masks
@@ -111,6 +112,7 @@ PLANNING: tuple[PassFunction, ...] = (
     share_logsumexp,
     fuse,
     describe_masks,
+    group_by_expert,
     place_axes,
     cut_sequence,
     join_experts,

@@ -61,7 +61,7 @@ class OpFacts:
     types       'S1, R -> R': what ranks hold of the tensor operands, and of the results ('; ' between them): R, P. S0, S1,
                 S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same operands
                 made on each rank, and, as an operand, gathered
-    outer       of an op for the ranks of one axis: its rule on the axes outside of that
+    outer       of an op for the ranks of one axis: its rule (as `rule`) on the axes outside of that
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its backward, can recompute as its last result
@@ -77,7 +77,7 @@ class OpFacts:
     terms: Callable[..., int] | None = None
     localize: Localized | None = None
     types: str = ""
-    outer: str | None = None
+    outer: str | Callable[[Any], str] | None = None
     experts: str = ""
     inplace: tuple[int, Any] | None = None
     recompute: str = ""

@@ -55,9 +55,10 @@ def _repeat(call: OpCall) -> RuleText:
 
 @family("aten.repeat_interleave.self_int")
 def _repeat_interleave(call: OpCall) -> RuleText | None:
-    if call.get("dim") is None:
+    shape = call.first.shape
+    if call.get("dim") is None and len(shape) != 1:
         return None
-    d, shape = call.dim(), call.first.shape
+    d = 0 if call.get("dim") is None else call.dim()
     out = [f"(f{i} r)" if i == d and call.get("repeats") != 1 else f"f{i}" for i in range(len(shape))]
     return RuleText(f"lin: {dims(shape)} -> {' '.join(out)}", {"r": "each element is repeated whole"})
 

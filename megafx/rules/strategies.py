@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
 from megafx.ir.nodes import MASKS, is_zero
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.placements.views import flatten, map_view, refit, slice_layout
 from megafx.rules.aten import RULES
@@ -195,11 +196,11 @@ def template_of_node(
     sizes: Sizes,
     active: Container[fx.Node],
     cuts: Mapping[fx.Node, int] = MappingProxyType({}),
-    own: str | None = None,
+    own: str | Callable[[OpCall], str] | None = None,
 ) -> tuple[Template, list[tuple[Path, fx.Node] | None]]:
     """The rule of a node's call, and for each tensor argument its path and node (None where left out).
 
-    cuts: the sharded dim of operands on local shapes. own: a rule string to use in place of the op's.
+    cuts: the sharded dim of operands on local shapes. own: a rule to use in place of the op's.
     """
     tensors: list[tuple[Path, fx.Node] | None] = []
 
@@ -229,16 +230,22 @@ def template_of_node(
     shapes = tuple(sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in (val if several else (val,)))
     key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
     call = OpCall(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
+    own = own(call) if callable(own) else own
     return template_of(call, tuple(x is not None for x in tensors), own or registered_rule(key)), tensors
 
 
-def rule_for(node: fx.Node, program: Program, active: Container[fx.Node]) -> OpRule:
-    """The rule of an active call_function node; kind 'none' with a reason where there is none."""
-    return rule_of(node, program.sizes, active)
+def rule_for(node: fx.Node, program: Program, active: Container[fx.Node], axis: str = TENSOR_AXIS) -> OpRule:
+    """The rule of an active call_function node on an axis; kind 'none' with a reason where there is none."""
+    return rule_of(node, program.sizes, active, None if axis == TENSOR_AXIS else facts_of(node.target).outer)
 
 
-def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | None = None) -> OpRule:
-    """`rule_for` without a program. own: a rule string to use in place of the op's."""
+def rule_of(
+    node: fx.Node,
+    sizes: Sizes,
+    active: Container[fx.Node],
+    own: str | Callable[[OpCall], str] | None = None,
+) -> OpRule:
+    """`rule_for` without a program. own: a rule to use in place of the op's."""
     template, tensors = template_of_node(node, sizes, active, own=own)
     operands = []
     for spec in template.operands:

@@ -33,15 +33,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.nodes import CASTS, COPIES, RESHAPES, argument, aten_ops, behind, is_draw
+from megafx.ir.nodes import CASTS, COPIES, RESHAPES, argument, aten_ops, behind, is_draw, op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.ir.sizes import Sizes
+from megafx.kernels.experts import group_rows as _defines_the_ops  # noqa: F401
 from megafx.kernels.experts.row_units import write
 from megafx.rules.families import VIEWS
 from megafx.rules.grammar import names
 from megafx.rules.strategies import Operand, OpRule, rule_for
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.megafx
 GROUPED = torch.ops.megafx.grouped_mm.default
 _PRODUCTS = aten_ops("bmm matmul")
 _DROPS = {*VIEWS, "aten.select.int"}  # of a dim of 1
@@ -310,7 +311,7 @@ def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
     unsorted = _sorted_from(ids)
     if unsorted is None:
         return "ids that are not sorted as the rows are"
-    if not any(_same(_counted(ends, experts), each) for each in (ids, unsorted)):
+    if not any(same_elements(counted_ids(ends, experts), each) for each in (ids, unsorted)):
         return "ids that are not those whose counts end the groups"
     if not never_negative(unsorted):
         return "ids that are not indices of topk, sort or argmax, so that they may be negative"
@@ -323,6 +324,8 @@ def _sorted_from(ids: Any) -> Any:
     first, order = _operand(ids, 0), _operand(ids, 1)
     if ids.target is operator.getitem and order == 0 and _ascending(first, _SORTS):
         return first.args[0]
+    if ids.target is ops.group_rows.default:
+        return first if order.target is ops.group_order.default and same_elements(order.args[0], first) else None
     if ids.target not in _TAKES:
         return None
     order = _plain(order[0] if ids.target is aten.index.Tensor and len(order) == 1 else _operand(ids, 2))
@@ -333,7 +336,12 @@ def _sorted_from(ids: Any) -> Any:
         source = source.args[0]
     elif not _ascending(order, _ORDERS):
         return None
-    return first if _same(source, first) else None
+    return first if same_elements(source, first) else None
+
+
+def sorts_ascending(node: fx.Node) -> bool:
+    """True for a sort, or an argsort, of ids [S], smallest first."""
+    return _ascending(node, _SORTS | _ORDERS) and not is_floating(_operand(node, 0))
 
 
 def _ascending(node: Any, sorts: frozenset[Any]) -> bool:
@@ -342,9 +350,11 @@ def _ascending(node: Any, sorts: frozenset[Any]) -> bool:
     return one and not argument(node, "descending", False)
 
 
-def _counted(ends: Any, experts: int) -> Any:
+def counted_ids(ends: Any, experts: int) -> Any:
     """The ids whose counts `ends` adds up, or None."""
     ends = _plain(ends, casts=True)
+    if ends.target is ops.group_ends.default:
+        return ends.args[0] if ends.args[1] == experts else None
     counts = _plain(_operand(ends, 0), casts=True) if ends.target is aten.cumsum.default else None
     if counts is None:
         return None
@@ -369,6 +379,8 @@ def never_negative(ids: Any) -> bool:
         return source.target in _INDICES
     if ids.target in (aten.argmax.default, aten.argmin.default, *_ORDERS):
         return True
+    if op_name(ids) == "transition" and "P" not in ids.args[1:3]:  # of an outer axis
+        return never_negative(ids.args[0])
     return (str(ids.target) in VIEWS or ids.target in _MOVES) and never_negative(ids.args[0])
 
 
@@ -381,7 +393,7 @@ def _operand(node: Any, i: int) -> Any:
     return node.args[i] if isinstance(node, fx.Node) and len(node.args) > i else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_elements(a: Any, b: Any) -> bool:
     """Whether two nodes hold the same elements in the same order, up to their shape."""
 
     def root(node: Any) -> Any:

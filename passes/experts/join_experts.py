@@ -131,15 +131,14 @@ class _Joining:
         x, rows = found.firsts[0].x, [self._each_row(emit, each, found.firsts[0].node) for each in found.rows]
         order, ends = None, last.by
         if last.looked_up:  # sort the rows by expert
-            order = emit(aten.argsort.stable, last.by, stable=True)
-            hot = emit(aten.one_hot.default, last.by, last.experts)
-            ends = emit(aten.cumsum.default, emit(aten.sum.dim_IntList, hot, [0]), 0)
-            x, *rows = (emit(aten.index.Tensor, a, [order]) for a in (x, *rows))
+            order = emit(ops.group_order.default, last.by, last.experts)
+            ends = emit(ops.group_ends.default, last.by, last.experts)
+            x, *rows = (emit(ops.group_rows.default, a, order, 1) for a in (x, *rows))
         before = emit(aten.slice.Tensor, ends, 0, 0, last.experts - 1)
         starts = emit(aten.constant_pad_nd.default, before, [1, 0], 0)
         *ups, down = (emit(aten.transpose.int, p.weight, 1, 2) if p.turned else p.weight for p in (*found.firsts, last))
         y = emit(ops.grouped_mlp.default, x, starts, ends, ups, down, bias, found.stacks, rows, found.unit)
-        made = y if order is None else emit(aten.index.Tensor, y, [emit(aten.argsort.default, order)])
+        made = y if order is None else emit(ops.ungroup_rows.default, y, order)
         where.replace_all_uses_with(made)
         self._erase(where)
         self.program.note("experts", f"experts of '{fqn_of(y)}' are split over the ranks, each whole", y)

@@ -253,7 +253,7 @@ class Typer:
                     node, f"numbers the rows of the {self.policy.of}, which each rank would number from 0"
                 )
             return fact
-        rule = rule_for(node, self.view, self.facts)
+        rule = rule_for(node, self.view, self.facts, self.policy.axis)
         held = [self.facts[o.node] for o in rule.operands]
         if all(h == R for h in held):
             return self._same_everywhere(node, rule)

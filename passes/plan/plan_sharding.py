@@ -70,7 +70,7 @@ def ask(program: Program, planner: Planner) -> tuple[set[fx.Node], list[fx.Node]
     price_workload(program, planner.config)
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
-    planner.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planner.rules = {n: rule_for(n, program, active, planner.axis) for n in order if n.op == "call_function"}
     planner.differentiable = differentiable_nodes(program, planner.wants_grad)
     planner.owners = owners_of(program)
     planner.accepts = accepted_outputs(program, active, planner.config, planner.caches)

@@ -1,15 +1,25 @@
-"""Expert parallelism of Hugging Face mixtures, asked for by an override, against eager at fp64.
+"""Hugging Face mixtures against eager at fp64: expert parallelism, asked for by an override; data and context parallelism.
 
-Covers: passes/experts/join_experts.py on graphs of whole models.
+Covers: passes/experts/join_experts.py and passes/experts/group_by_expert.py on graphs of whole models.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import catalogue
 import pytest
-from eager import eager
+import torch
+import transformers
+from eager import default_dtype, eager
 from harness import RTOL, Case, errors
 from matrix import captured
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers.integrations import moe
+
+import megafx
 
 EXPERTS = {"*.experts.gate_up_proj": "expert", "*.experts.down_proj": "expert"}
 ALL = {"*.experts": "expert"}
@@ -64,3 +74,67 @@ def check(
     off = errors(case.run(compiled, call), eager(model, case.program, call))
     worst = max(off, key=lambda n: off[n])
     assert off[worst] <= RTOL, f"{worst} is off by {off[worst]:.1e}"
+
+
+class InDoubles(nn.Module):
+    """Casts to fp32 are casts to fp64 within, as in the eager model that the cells above are compared with."""
+
+    class _Casts(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            func = torch.Tensor.double if func is torch.Tensor.float else func
+            promoted = lambda a: torch.float64 if a is torch.float32 else a  # noqa: E731
+            return func(*tree_map(promoted, args), **tree_map(promoted, kwargs or {}))
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: Any) -> Any:
+        with self._Casts():
+            return self.model(**call)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("Mixtral", {"dp": 2}, {}),
+        pytest.param("Mixtral", {"dp": 2, "tp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param("Mixtral", {"cp": 2}, {}, marks=SLOW),
+        pytest.param("Qwen3-MoE", {"dp": 2, "tp": 2}, {}, marks=SLOW),
+        pytest.param("DeepSeek-V3", {"dp": 2}, {}, marks=SLOW),
+        pytest.param("DeepSeek-V3", {"cp": 2}, {}, marks=SLOW),
+        pytest.param("GPT-OSS", {"dp": 2, "tp": 2}, {}, marks=SLOW),
+        pytest.param("GPT-OSS", {"cp": 2}, {}, marks=SLOW),
+        pytest.param("OLMoE", {"dp": 2, "tp": 2}, {}, marks=SLOW),
+        pytest.param("OLMoE", {"cp": 2}, {}, marks=SLOW),
+    ],
+)
+def test_ranks_that_share_out_batch_or_sequence(
+    name: str, mesh: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router losses, of which each token is part, too. Each rank groups its own rows by expert."""
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *operands: False)  # it has no fp64 kernel
+    if name == "OLMoE":
+        model, call = olmoe(), {"input_ids": torch.randint(61, (4, 13), generator=torch.Generator().manual_seed(0))}
+        call["labels"] = call["input_ids"]
+    else:
+        row = catalogue.rows()[name]
+        model = row.build(attention=row.attention[-1])
+        call = {k: torch.cat([v, v[:1]]) for k, v in row.inputs(model).items()}
+    with default_dtype(torch.float64):
+        verdict = megafx.verify(
+            InDoubles(model), megafx.Config(**options), example_inputs=call, mesh=mesh, tolerance=RTOL
+        )
+    assert verdict, str(verdict)
+
+
+def olmoe() -> nn.Module:
+    config = transformers.OlmoeConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=14, num_hidden_layers=1, num_attention_heads=4, num_experts=5,
+        num_key_value_heads=2, num_experts_per_tok=2, output_router_logits=True, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.OlmoeForCausalLM(config).double()

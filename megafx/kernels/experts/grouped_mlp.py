@@ -193,29 +193,37 @@ def _fake_backward(
     return [*made, down.new_empty(down.shape[0], down.shape[2])] if biased else made
 
 
-def _dims(call: OpCall) -> tuple[list[str], list[str], list[str]]:
+def _dims(call: OpCall, row: str) -> tuple[list[str], list[str], list[str]]:
     """Dims of ups, stacks and rows; those inside of an expert or a row are the unit's own."""
     ups = [f"e k! n{i}!" for i in range(len(call.get("ups")))]
     inside = lambda a, of: " ".join(f"{of}{d}!" for d in range(1, len(a.shape)))  # noqa: E731
     stacks = [f"e {inside(a, f'a{i}_')}" for i, a in enumerate(call.get("stacks"))]
-    return ups, stacks, [f"s! {inside(a, f'b{i}_')}" for i, a in enumerate(call.get("rows"))]
+    return ups, stacks, [f"{row} {inside(a, f'b{i}_')}" for i, a in enumerate(call.get("rows"))]
+
+
+def _text(call: OpCall, row: str) -> str:
+    ups, stacks, rows = _dims(call, row)
+    operands = [f"{row} k!", "~e", "~e", *ups, "e f! m", "+e m", *stacks, *rows]
+    return f"lin[{3 + len(ups)}]: {', '.join(operands)} -> {row} m"
 
 
 def _rule(call: OpCall) -> RuleText:
-    ups, stacks, rows = _dims(call)
-    operands = ["s! k!", "~e", "~e", *ups, "e f! m", "+e m", *stacks, *rows]
-    return RuleText(f"lin[{3 + len(ups)}]: {', '.join(operands)} -> s! m", _WHY)
+    return RuleText(_text(call, "s!"), _WHY)
+
+
+def _backward_text(call: OpCall, row: str) -> str:
+    ups, stacks, rows = _dims(call, row)
+    operands = [f"{row} m", f"{row} k!", "~e", "~e", *ups, "e f! m", *stacks, *rows]
+    biased = ["e m"] if call.get("biased") else []
+    results = [f"{row} k!", *ups, "e f! m", *stacks, *rows, *biased]
+    return f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}"
 
 
 def _backward_rule(call: OpCall) -> RuleText:
-    ups, stacks, rows = _dims(call)
-    operands = ["s! m", "s! k!", "~e", "~e", *ups, "e f! m", *stacks, *rows]
-    biased = ["e m"] if call.get("biased") else []
-    results = ["s! k!", *ups, "e f! m", *stacks, *rows, *biased]
+    ups, stacks, rows = (len(call.get(name)) for name in ("ups", "stacks", "rows"))
     # all but the gradients of `down` and of its bias depend on `down`
-    through = "P" * (1 + len(ups)) + "R" + "P" * (len(stacks) + len(rows)) + "R" * len(biased)
-    text = f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}"
-    return RuleText(text, _WHY, partials=(((4 + len(ups),), through),))
+    through = "P" * (1 + ups) + "R" + "P" * (stacks + rows) + "R" * bool(call.get("biased"))
+    return RuleText(_backward_text(call, "s!"), _WHY, partials=(((4 + ups,), through),))
 
 
 _WHY = {"s": "the ranges of rows are of all rows", "f": "what is between the products may mix its elements"}
@@ -229,6 +237,7 @@ define_op(
     "grouped_mlp(Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor? down_bias, Tensor[] stacks, "
     "Tensor[] rows, str unit) -> Tensor",
     rule=_rule,
+    outer=lambda call: _text(call, "s"),  # of rows that each rank has grouped by itself (group_rows.py)
     cost=MATMUL,
     # the last product's, and a share of the first ones'
     terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],
@@ -244,6 +253,7 @@ define_op(
     "grouped_mlp_backward(Tensor grad, Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor[] stacks, "
     "Tensor[] rows, str unit, bool biased) -> Tensor[]",
     rule=_backward_rule,
+    outer=lambda call: _backward_text(call, "s"),
     samples=[
         (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 3)] * 2, real(4, 3, 2), [real(4, 3)], [real(6, 1)], _BIASED, True),
         (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 6)], real(4, 3, 2), [], [], _GATED, False),
