@@ -36,6 +36,7 @@ from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
 from megafx.rules.inference import infer, is_uniform, same_value
+from megafx.rules.selected_rows import NotOwnRows, SelectedRows
 
 Facts = tuple[Placement, ...]  # readings of one value, each of them true
 SAME = ("aten.clone.default", "aten.detach.default", "aten.alias.default")
@@ -78,6 +79,9 @@ class _Checker:
         self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
         self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
+        same = lambda node, dim: R in self.facts.get(node, (R,)) and is_uniform(node, dim, program.sizes)  # noqa: E731
+        count = lambda node: t * program.sizes.shape(node.meta[VAL])[0]  # noqa: E731
+        self.selected = SelectedRows(t, lambda node: self.facts.get(node, (R,)), self._whole, count, same)
         self.statistics: dict[fx.Node, dict[str, Any]] = {}  # of one rank -> what they are of: the op's arguments
 
     def run(self) -> None:
@@ -147,11 +151,23 @@ class _Checker:
 
     # -- ops
 
+    def _whole(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of what all ranks hold, which each cuts by its own number of rows."""
+        shape, fact = self.program.sizes.shape(node.meta[VAL]), self.selected.fact(node)
+        return tuple(n * self.t if fact.is_shard and fact.dim == d else n for d, n in enumerate(shape))
+
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source, index = node.args[:2]
             each = self.several[source]  # type: ignore[index]
             self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))  # type: ignore[index]
+            return
+        try:
+            selected = None if self.inner else self.selected.typed(node)
+        except NotOwnRows as reason:
+            raise fail(node, f"takes numbers of rows that a mask selects on one rank: {reason}") from None
+        if selected is not None:
+            self.facts[node] = (selected,)
             return
         strange = next((a for a in node.all_input_nodes if a in self.statistics), None)
         if strange is not None:

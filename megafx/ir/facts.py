@@ -62,6 +62,7 @@ class OpFacts:
                 S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same operands
                 made on each rank, and, as an operand, gathered
     outer       of an op for the ranks of one axis: its rule (as `rule`) on the axes outside of that
+    outer_if    (argument, op): `outer` holds where the argument is made by the op
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its backward, can recompute as its last result
@@ -78,6 +79,7 @@ class OpFacts:
     localize: Localized | None = None
     types: str = ""
     outer: str | Callable[[Any], str] | None = None
+    outer_if: tuple[str, str] | None = None
     experts: str = ""
     inplace: tuple[int, Any] | None = None
     recompute: str = ""

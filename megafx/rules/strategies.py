@@ -27,7 +27,7 @@ from torch import fx
 import megafx.rules.families_dims
 import megafx.rules.families_math  # noqa: F401  registers its families, as does the line above
 from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
-from megafx.ir.nodes import MASKS, is_zero
+from megafx.ir.nodes import MASKS, argument, is_zero, op_name
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -236,7 +236,16 @@ def template_of_node(
 
 def rule_for(node: fx.Node, program: Program, active: Container[fx.Node], axis: str = TENSOR_AXIS) -> OpRule:
     """The rule of an active call_function node on an axis; kind 'none' with a reason where there is none."""
-    return rule_of(node, program.sizes, active, None if axis == TENSOR_AXIS else facts_of(node.target).outer)
+    return rule_of(node, program.sizes, active, None if axis == TENSOR_AXIS else _outer_rule(node))
+
+
+def _outer_rule(node: fx.Node) -> str | Callable[[OpCall], str] | None:
+    """The op's own rule on the axes outside of the tensor-parallel one, where it holds."""
+    facts = facts_of(node.target)
+    if facts.outer_if is None:
+        return facts.outer
+    name, maker = facts.outer_if
+    return facts.outer if op_name(argument(node, name)) == maker else None
 
 
 def rule_of(

@@ -27,7 +27,7 @@ from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, f
 from megafx.ir.sizes import row_sources
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
 from megafx.kernels.activation import activation  # noqa: F401  registers the ops
-from megafx.kernels.experts import grouped_mm  # noqa: F401  registers the op
+from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
@@ -251,11 +251,7 @@ class _Grouping:
 
     def _expert_of_row(self) -> fx.Node:
         rows = self._one_below_the_other(tuple(node.args[2] for node in self.chain))
-        at = self.build(
-            aten.sub.Tensor, self.build(aten.cumsum.default, self.build(aten.ones_like.default, rows), 0), 1
-        )
-        passed = self.build(aten.ge.Tensor, self.build(aten.unsqueeze.default, at, 1), self._ends())
-        return self.build(aten.sum.dim_IntList, passed, [1])
+        return self.build(ops.group_of_rows.default, rows, self._ends())
 
     def _say(self, products: tuple[fx.Node, ...], what: str) -> None:
         name = fqn_of(products[0]).rpartition(".")[0]

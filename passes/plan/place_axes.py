@@ -13,7 +13,8 @@ The types are R, S(d) and P as in placements/types.py, on the sizes of the whole
 an op's rule, the one that its operands fit with the fewest sums. A sum that an op needs whole (a count of labels), or that
 leaves the graph, gets a transition P -> R, whose backward sums the gradients that the ranks have for it. So
 outputs are R or S, and what users compute of them may differ from rank to rank. A value that depends on no input and has the
-dim that is cut (an expanded position table) is the same all along it: a shard too. A draw says that its rows are one rank's of
+dim that is cut (an expanded position table) is the same all along it: a shard too. Rows that a mask selects are each rank's own
+(rules/selected_rows.py): their number is that of all ranks where it divides a sum. A draw says that its rows are one rank's of
 many. An op that needs parts of other ranks is an error that names it.
 """
 
@@ -51,6 +52,8 @@ from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
+from megafx.rules.inference import is_uniform
+from megafx.rules.selected_rows import NotOwnRows, SelectedRows
 from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
@@ -181,8 +184,14 @@ class Typer:
         self.cut_size = self.sizes.of_expr(symbol)
         self.view = replace(program, sizes=self.sizes)
         self.facts: dict[fx.Node, Any] = {}
+        self.counted: dict[int, fx.Node] = {}  # number of rows that a mask selects -> that of all ranks
         self.moved: dict[tuple[fx.Node, Placement], fx.Node] = {}
         pairs = zip(program.results(), program.outputs, strict=True)
+        whole = lambda node: self.sizes.shape(node.meta[VAL])  # noqa: E731
+        same = lambda node, dim: is_uniform(node, dim, self.sizes)  # noqa: E731
+        self.selected = SelectedRows(
+            self.ranks, lambda node: (self.facts[node],), whole, lambda node: whole(node)[0], same
+        )
         self.for_buffers = ancestors([n for n, o in pairs if o.kind == "mutation" and isinstance(n, fx.Node)])
         self.changes = 0
         self.equal_batches = False
@@ -203,6 +212,10 @@ class Typer:
             fact = self.facts.get(node) if isinstance(node, fx.Node) else None
             if fact == P:
                 results[i], fact = self._move(node, P, R), R
+            if isinstance(fact, Placement) and fact.is_shard and fact.cut.size in self.selected.masks:
+                raise self._error(
+                    node, "is an output of rows that a mask selects, of which each rank has its own number"
+                )
             if spec.kind == "mutation" and fact is not None and fact != R:
                 raise self._error(node, f"what becomes of buffer '{spec.name}' is {_say(fact)}")
             kinds.append(fact if isinstance(fact, Placement) else R)
@@ -245,6 +258,14 @@ class Typer:
             return self.facts[arguments[0]][arguments[1]]
         name = str(node.target).split(".")[1]
         self._count_all(node)
+        try:
+            selected = self.selected.typed(node)
+        except NotOwnRows as reason:
+            raise self._error(
+                node, f"takes numbers of rows that a mask selects, of which each rank has its own: {reason}"
+            ) from None
+        if selected is not None:
+            return selected
         operands = [a for a in node.all_input_nodes if a in self.facts]
         if not operands or name in LIKE:
             fact = self._cut(node) if isinstance(node.meta[VAL], torch.Tensor) else R
@@ -321,6 +342,8 @@ class Typer:
                 continue
             expr = getattr(getattr(given.meta.get(VAL), "node", None), "expr", None)
             if expr is None or self.symbol not in expr.free_symbols:
+                if expr is not None:
+                    self._count_selected(node, given, expr, kind)
                 continue
             if kind not in ("Tensor", "number", "Optional[number]") or not isinstance(given.meta[VAL], torch.SymInt):
                 raise self._error(
@@ -330,6 +353,16 @@ class Typer:
             made: Any = SizeEmitter(self.program.graph, self.program.sizes)(whole)
             node.replace_input_with(given, made)
             self.changes += 1
+
+    def _count_selected(self, node: fx.Node, given: fx.Node, expr: sympy.Expr, kind: str) -> None:
+        """The same of the number of rows that a mask selects."""
+        found = [s for s in expr.free_symbols if self.program.sizes.of_expr(s) in self.selected.masks]
+        if not found:
+            return
+        if kind != "Tensor" or expr not in found:
+            raise self._error(node, "takes a number from that of the rows that a mask selects on one rank")
+        rows = self.program.sizes.of_expr(expr)
+        node.replace_input_with(given, self._number_of_selected(rows, node))
 
     def _move(self, node: fx.Node, src: Placement, dst: Placement) -> fx.Node:
         """The value at another placement."""
@@ -350,6 +383,9 @@ class Typer:
         """What the op is on a rank's part of its operands, where it is more than the op itself."""
         out = chosen.outs[0]
         if out == P and node.target in MEANS:
+            if any(p.is_shard and p.cut.size in self.selected.masks for p in chosen.ins):
+                self._mean_of_selected(node)
+                return
             self.local.rules[node], node.meta[PLACEMENT] = rule, P
             localize_mean(self.local, node, OpChoice(chosen.ins, P, chosen.factor))
             self.facts[self.local.instead[node]] = P
@@ -358,12 +394,41 @@ class Typer:
             if not out.cut.contiguous_shards(self.ranks) or any(n != 1 for n in shape[: out.dim]):
                 shape = tuple(node.meta[VAL].shape)
                 what = f"draws random numbers for a value of shape {shape} whose rows are not the {self.policy.of}'s"
-                raise self._error(node, what, f"put the {self.policy.of} first in what is dropped out")
+                first = out.cut.size not in self.selected.masks
+                fix = f"put the {self.policy.of} first in what is dropped out"
+                raise self._error(node, what, fix if first else f"use {self.policy.other}")
             set_arguments(node, axis=with_batch(draw_of(node).axis))
         else:
             return
         self.equal_batches = True
         self.changes += 1
+
+    def _mean_of_selected(self, node: fx.Node) -> None:
+        """Of rows that a mask selects, ranks have unequal numbers: the sum, by the number of all ranks."""
+        source: Any = node.args[0]
+        shape, given = self.sizes.shape(source.meta[VAL]), argument(node, "dim")
+        dims = [int(d) % len(shape) for d in given] if given else list(range(len(shape)))
+        build = Builder(self.program, node, node, NAME)
+        options = {"dtype": argument(node, "dtype")}
+        made = build(aten.sum.dim_IntList, source, dims, bool(argument(node, "keepdim")), **options)
+        emit, others = SizeEmitter(self.program.graph, self.program.sizes), 1
+        for n in (shape[d] for d in dims):
+            if n in self.selected.masks:
+                made = build(aten.div.Tensor, made, self._number_of_selected(n, node))
+            else:
+                others *= n
+        made = build(aten.div.Scalar, made, emit(others)) if others != 1 else made
+        node.replace_all_uses_with(made)
+        self.facts[made] = P
+        self.changes += 1
+
+    def _number_of_selected(self, rows: int, node: fx.Node) -> fx.Node:
+        """How many rows a mask selects on all ranks, as a tensor."""
+        if rows not in self.counted:
+            count = Builder(self.program, node, node, NAME)(aten.sum.default, self.selected.masks[rows])
+            self.facts[count] = P
+            self.counted[rows] = self._move(count, P, R)
+        return self.counted[rows]
 
     def _error(self, node: fx.Node, found: str, fix: str = "") -> PlanError:
         return PlanError(

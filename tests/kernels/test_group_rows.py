@@ -17,6 +17,7 @@ IDS = torch.tensor([3, 0, 3, 1, 0, 3])  # nobody is given to expert 2
 def test_rows_of_one_expert_follow_one_another() -> None:
     order, ends = ops.group_order(IDS, 4), ops.group_ends(IDS, 4)
     assert order.tolist() == [1, 4, 3, 0, 2, 5] and ends.tolist() == [2, 3, 3, 6]
+    assert torch.equal(ops.group_of_rows(order, ends), IDS[order])
     assert ops.group_ends(IDS, 3).tolist() == [2, 3, 3]  # rows of no expert come last
     assert ops.group_ends(torch.zeros(2, dtype=torch.int64), 1).tolist() == [2]
     assert ops.group_order(IDS[:0], 4).shape == (0,) and ops.group_ends(IDS[:0], 4).tolist() == [0] * 4

@@ -1,9 +1,10 @@
-"""Rows in the order of their experts, and back: megafx::group_order, group_ends, group_rows, ungroup_rows.
+"""Rows in the order of their experts, and back: megafx::group_order, group_ends, group_of_rows, group_rows, ungroup_rows.
 
     group_order     ids int [S] -> order int64 [S]: the rows of expert 0 first, then those of expert 1, ...; rows of one expert
                     in the order in which they come
     group_ends      ids int [S] -> ends int64 [E]: the rows of expert e are order[ends[e-1]:ends[e]] (ends[-1] taken as 0).
                     ids from E on have their rows after the last end
+    group_of_rows   rows [S, ..] in that order, ends [E] -> int64 [S]: the expert of each row
     group_rows      x [S/times, ..], order [S] -> y [S, ..]: y_s = x_(order_s // times): `times` experts get a token
     ungroup_rows    y [S, ..], order [S] -> x [S, ..]: x_(order_s) = y_s
 
@@ -35,6 +36,11 @@ def group_ends(ids: Tensor, experts: int) -> Tensor:
     # by histc, for which the host does not wait; on CUDA in whole numbers, whose sum has no order
     counted = ids.int() if ids.is_cuda else ids.double()
     return torch.histc(counted, experts, 0, max(experts - 1, 1)).long().cumsum(0)
+
+
+def group_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
+    at = torch.arange(rows.shape[0], device=rows.device)
+    return torch.searchsorted(ends, at, right=True)
 
 
 def group_rows(x: Tensor, order: Tensor, times: int) -> Tensor:
@@ -69,6 +75,15 @@ define_op(
     samples=[(ids(4, 6), 4)],
     reference=group_ends,
     fake=lambda ids, experts: ids.new_empty(experts, dtype=torch.int64),
+)
+define_op(
+    "group_of_rows(Tensor rows, Tensor ends) -> Tensor",
+    rule="nl: ~s! ..., ~e! -> s!",
+    outer="nl: ~s ..., * -> s",
+    why={"s": "rows are counted"},
+    samples=[(real(6, 4), ids(7, 4))],
+    reference=group_of_rows,
+    fake=lambda rows, ends: rows.new_empty(rows.shape[0], dtype=torch.int64),
 )
 define_op(
     "group_rows(Tensor x, Tensor order, int times) -> Tensor",

@@ -203,7 +203,8 @@ def _dims(call: OpCall, row: str) -> tuple[list[str], list[str], list[str]]:
 
 def _text(call: OpCall, row: str) -> str:
     ups, stacks, rows = _dims(call, row)
-    operands = [f"{row} k!", "~e", "~e", *ups, "e f! m", "+e m", *stacks, *rows]
+    ends = "~e" if row == "s!" else "*"  # on outer axes each rank has those of the rows that it has grouped by itself
+    operands = [f"{row} k!", ends, ends, *ups, "e f! m", "+e m", *stacks, *rows]
     return f"lin[{3 + len(ups)}]: {', '.join(operands)} -> {row} m"
 
 
@@ -213,7 +214,8 @@ def _rule(call: OpCall) -> RuleText:
 
 def _backward_text(call: OpCall, row: str) -> str:
     ups, stacks, rows = _dims(call, row)
-    operands = [f"{row} m", f"{row} k!", "~e", "~e", *ups, "e f! m", *stacks, *rows]
+    ends = "~e" if row == "s!" else "*"
+    operands = [f"{row} m", f"{row} k!", ends, ends, *ups, "e f! m", *stacks, *rows]
     biased = ["e m"] if call.get("biased") else []
     results = [f"{row} k!", *ups, "e f! m", *stacks, *rows, *biased]
     return f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}"
@@ -237,7 +239,7 @@ define_op(
     "grouped_mlp(Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor? down_bias, Tensor[] stacks, "
     "Tensor[] rows, str unit) -> Tensor",
     rule=_rule,
-    outer=lambda call: _text(call, "s"),  # of rows that each rank has grouped by itself (group_rows.py)
+    outer=lambda call: _text(call, "s"),
     cost=MATMUL,
     # the last product's, and a share of the first ones'
     terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],

@@ -71,7 +71,8 @@ def grouped_mm_weight(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 define_op(
     "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
     rule="lin: s! k, e! k n, ~e! -> s! n",
-    outer="lin: s k, e! k n, ~e! -> s n",  # of rows that each rank has grouped by itself (group_rows.py)
+    outer="lin: s k, e! k n, * -> s n",  # of rows that each rank has grouped by itself
+    outer_if=("ends", "group_ends"),
     samples=[(real(6, 4), real(4, 4, 6), ids(7, 4))],
     cost=MATMUL,
     reference=grouped_mm,
@@ -80,7 +81,8 @@ define_op(
 define_op(
     "grouped_mm_weight(Tensor x, Tensor grad, Tensor ends) -> Tensor",
     rule="lin: s! k, s! n, ~e! -> e! k n",
-    outer="lin: s k, s n, ~e! -> e! k n",
+    outer="lin: s k, s n, * -> e! k n",
+    outer_if=("ends", "group_ends"),
     samples=[(real(6, 4), real(6, 6), ids(7, 4))],
     reference=grouped_mm_weight,
     fake=lambda x, grad, ends: x.new_empty(ends.shape[0], x.shape[1], grad.shape[1]),
