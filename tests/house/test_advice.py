@@ -34,6 +34,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "<count> micro-batches do not divide the rows of t": "dist/on_ranks/pipelines.py",
     "a stage of a pipeline is called": "dist/on_ranks/pipelines.py",
     "step of a pipeline within no_sync": "dist/on_ranks/pipelines.py",
+    "data parallelism cannot cut the batch: rows are s": "passes/experts/test_group_by_expert.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [

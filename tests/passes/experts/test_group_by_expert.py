@@ -205,6 +205,8 @@ def test_what_is_not_of_each_row_by_itself_is_refused(form: Callable[..., Tensor
     """With its line; what is advised works, and so does context parallelism, which gathers these rows."""
     with pytest.raises(PlanError, match=rf"rows are sorted by expert, and before they go back there is {found}"):
         verified(Model(form), {"dp": 2})
+    average = Config(data_parallel_size=2, data_parallel_loss="average")
+    assert megafx.plan(Model(form).double(), average, example_inputs=a_call())
 
 
 def test_sequences_are_gathered_for_what_mixes_rows() -> None:
