@@ -83,8 +83,9 @@ class SelectedRows:
         return S(0, Layout.contiguous(count, self.ranks))
 
     def _are_selected(self, node: fx.Node) -> bool:
+        parts: Any = node.args[0]
         dim = int(argument(node, "dim")) % max(node.meta["val"].dim(), 1)
-        each = [self.fact(a) for a in node.args[0]]  # type: ignore[union-attr]
+        each = [self.fact(part) for part in parts]
         return all(p.is_shard and p.dim == dim and p.cut.size in self.masks for p in each)
 
     def _below(self, node: fx.Node) -> Placement:

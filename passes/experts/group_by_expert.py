@@ -98,9 +98,10 @@ class _Mixture:
 
     def __init__(self, program: Program, sort: fx.Node) -> None:
         self.program, self.sort = program, sort
-        self.unsorted: Any = sort.args[0]
+        ids: Any = sort.args[0]
+        self.unsorted = ids
         self.every = set(program.graph.nodes)
-        self.rows = program.sizes.shape(self.unsorted.meta[VAL])[0]
+        self.rows = program.sizes.shape(ids.meta[VAL])[0]
         self.orders: dict[fx.Node, int] = {}
         self.sorted: set[fx.Node] = set()
         self.ids: list[fx.Node] = []
