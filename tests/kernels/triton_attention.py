@@ -14,6 +14,7 @@ import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.kernels.attention import (
     attention_backward_triton,
     attention_mask_triton,
+    attention_pieces,
     attention_reference,
     attention_sink_triton,
     attention_triton,
@@ -92,6 +93,41 @@ def check(
                 assert name == "dq" or torch.equal(a, w), (case, name, separate)
 
 
+def _on_cpu_backward(grad, q, k, v, out, lse, causal, scale):
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return call(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def _on_cpu_forward(q, k, v, causal, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def check_pieces(b, h, n, t, d, ranks):
+    """The library called for the parts of a rank's queries, against the reference; every rank of a sequence of t tokens."""
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    library = attention_pieces.CUDNN
+    if DEVICE == "cpu":
+        library = attention_pieces.Library(_on_cpu_forward, _on_cpu_backward)
+    k, v = (torch.randn(b, t, n, d, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2))
+    s = -(-t // ranks)
+    for rank in range(ranks):
+        q, grad = (torch.randn(b, s, h, d, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2))
+        options = (d**-0.5, True, 0, 0.0, 0, 0.0, 5, 2, (1, t, 1), "cp")
+        with axes.on_mesh({"cp": axes.AxisContext(rank, ranks, "")}):
+            x = Inputs.of((q, k, v, None, None, None, None), options)
+            exact = Inputs.of((q.double(), k.double(), v.double(), None, None, None, None), options)
+            pieces = attention_pieces.pieces_of(x)
+            held = sum(piece.length for piece in pieces)
+            grad[:, :, held:] = 0  # of pads
+            out, lse = attention_pieces.forward(x, pieces, library)
+            found = [out, lse, *attention_pieces.backward(grad, x, out, lse, pieces, library)]
+            wanted = [*attention_reference.forward(exact), *attention_reference.backward(grad.double(), exact)]
+        for name, a, w in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+            a, w = (y[:, :, :held] if name in ("out", "lse", "dq") else y for y in (a, w))
+            error = float((a.double() - w).norm() / w.norm())
+            assert error < LIMITS[dtype], (rank, name, error)
+
+
 def main():
     torch.manual_seed(0)
     check(1, 2, 2, 70, 70, 16, 16)
@@ -162,6 +198,10 @@ def main():
         with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)
             check(b, h, 2, s, 70, 16, 16, p=0.4, causal=True, cut=(dim, layout))
+    check_pieces(1, 2, 2, 400, 16, 3)  # 134, 134 and 132 queries with two pads
+    check_pieces(2, 2, 2, 256, 64, 2)
+    if DEVICE == "cuda":
+        check_pieces(1, 8, 2, 4096, 128, 4)
     if DEVICE == "cuda":
         for width in (16, 32, 64, 80, 96, 128, 192, 256):
             check(2, 4, 2, 300, 200, width, width, dtype=torch.bfloat16, causal=True, p=0.1, turned=True)

@@ -32,7 +32,8 @@ Dropout: Philox4x32-7 at (key group, query, head, batch), all global (attention_
 queries (shard_dim 0, 1, 2 with its layout) draws its slice of the one-process mask. p > 0 without a seed: a seed is drawn
 from torch's generator (calls outside of a megafx graph).
 
-Without mask, segments, window, soft-cap and dropout the op is aten.scaled_dot_product_attention: the library's kernels.
+Without mask, segments, window, soft-cap and dropout the op is aten.scaled_dot_product_attention: the library's kernels. So
+it is for the queries of a context-parallel rank under causality: attention_pieces.py.
 Else: attention_forward, attention_backward, attention_mask_backward; Triton on CUDA (attention_triton.py), FlashAttention-2
 (Dao 2023, arXiv 2307.08691) with separate kernels for dq and for dk, dv: deterministic. CPU and fp64: the reference.
 """
@@ -142,8 +143,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     x = Inputs.of(args[:8], args[8:])
     _check(x)
     if runs_triton(x.q):
-        from megafx.kernels.attention import attention_triton
+        from megafx.kernels.attention import attention_pieces, attention_triton
 
+        if (pieces := attention_pieces.pieces_of(x)) is not None and attention_pieces.takes_library(x):
+            return attention_pieces.forward(x, pieces)
         return attention_triton.forward(x)
     return reference.forward(x)
 
@@ -152,8 +155,10 @@ def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) ->
     """args: operands, out, lse, options. into: memory for the gradients."""
     x = Inputs.of(args[:8], args[10:])
     if runs_triton(x.q):
-        from megafx.kernels.attention import attention_backward_triton
+        from megafx.kernels.attention import attention_backward_triton, attention_pieces
 
+        if (pieces := attention_pieces.pieces_of(x)) is not None and attention_pieces.takes_library(x):
+            return attention_pieces.backward(grad, x, args[8], args[9], pieces, into=into)
         return attention_backward_triton.backward(grad, x, *args[8:10], into=into)
     return reference.backward(grad, x, into)
 
