@@ -217,9 +217,6 @@ def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: l
     if name == "megafx.attention_mask_backward.default":  # sums beside its kernel
         assert forms(replay) == ["it calls aten.mul.Tensor"]
         return
-    if name == "megafx.attention_forward.default" and args[5] is not None:  # the least and largest id of each tile
-        assert forms(replay) == ["it calls aten.aminmax.default"]
-        return
     assert [type(f) for f in forms(replay)] == [Recording], forms(replay)
     assert any(isinstance(step, Launch) for step in forms(replay)[0].steps)
 

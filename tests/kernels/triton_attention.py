@@ -114,8 +114,8 @@ def check_pieces(b, h, n, t, d, ranks):
         q, grad = (torch.randn(b, s, h, d, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2))
         options = (d**-0.5, True, 0, 0.0, 0, 0.0, 5, 2, (1, t, 1), "cp")
         with axes.on_mesh({"cp": axes.AxisContext(rank, ranks, "")}):
-            x = Inputs.of((q, k, v, None, None, None, None), options)
-            exact = Inputs.of((q.double(), k.double(), v.double(), None, None, None, None), options)
+            x = Inputs.of((q, k, v, *[None] * 5), options)
+            exact = Inputs.of((q.double(), k.double(), v.double(), *[None] * 5), options)
             pieces = attention_pieces.pieces_of(x)
             held = sum(piece.length for piece in pieces)
             grad[:, :, held:] = 0  # of pads
