@@ -42,7 +42,7 @@ def casts_bytes(program: Program) -> int:
 
 def _is_made_anywhere(node: fx.Node) -> bool:
     """True if the op gives the same on any call of the same operands, or is the largest over ranks."""
-    return (is_start(node) and node.args[1] == "max") or is_wait(node) or is_replayable(node, "")
+    return (is_start(node) and node.args[1] == "max") or is_wait(node) or is_replayable(node)
 
 
 def _is_read(result: fx.Node) -> bool:

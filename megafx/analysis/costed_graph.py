@@ -310,9 +310,7 @@ def text_of(placement: Placement, program: Program) -> str:
     """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
     if not placement.is_shard or placement.cut.simple() or isinstance(placement, Owned):
         return str(placement)
-    text = program.sizes.text
-    blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
-    return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
+    return f"S{placement.dim}/{placement.cut.text(program.sizes.text)}"
 
 
 def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:

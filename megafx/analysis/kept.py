@@ -121,10 +121,10 @@ class Kept:
 # -- what may be made again
 
 
-def is_replayable(node: fx.Node, axis: str) -> bool:
+def is_replayable(node: fx.Node, *axes: str) -> bool:
     """Whether the op gives the same bits when it runs once more, has no effect, and may: users' ops may not.
 
-    Dropout draws from a counter. Collectives of the tensor-parallel axis are called again by all of its ranks, in one order.
+    Dropout draws from a counter. Collectives of `axes` are called again by all of their ranks, in one order.
     """
     target = node.target
     if node.op != "call_function":
@@ -132,7 +132,7 @@ def is_replayable(node: fx.Node, axis: str) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem, and arithmetic of sizes
     if target.namespace == "_c10d_functional":
-        return is_wait(node) or (is_start(node) and node.args[-1] == axis)
+        return is_wait(node) or (is_start(node) and node.args[-1] in axes)
     if target.namespace not in ("aten", "prims", "megafx") or str(target).startswith(_NOT_AGAIN):
         return False
     tags = {tag for tag in _TAGS if tag in target.tags}

@@ -344,7 +344,7 @@ def _part_readings(checker: _Checker, node: fx.Node) -> Facts:
     low, high = _bounds(start, end, shape[dim])
     found: list[Placement] = []
     for whole in checker.sliced.get((shape, dim, low, high), ()) if step == 1 else ():
-        cut = slice_layout(whole.cut, low, high, t, lambda b: -(-b.count // t) * b.unit)
+        cut = slice_layout(whole.cut, low, high, t, local=True)
         if cut is not None and S(dim, cut) in parts:
             found.append(whole)
     return tuple(found)

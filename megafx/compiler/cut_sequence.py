@@ -8,9 +8,10 @@ After:   %i = transition(%ids, I -> S1, 'cp', 2);  %x = embedding(%w, %i)       
 Legal because: it is what `plan_sharding`, `insert_transitions` and `localize_shapes` do for the tensor-parallel axis, here
 for another. The result is canonical again: to the next axis, transitions are ops with a rule.
 
-What differs is the policy. No size is cut but that of a sequence; wherever an op's rule lets it be cut, it is. Parameters are
-whole (R), so that their gradients are summands, which `data_parallel` adds up with those of the other ranks. Inputs and outputs
-are whole on every rank. An op whose rule does not let the sequence be cut gets it gathered.
+What differs is the policy. No size is cut but that of a sequence; wherever an op's rule lets it be cut, it is. Where attention
+is causal each rank has a part of the head and the mirrored part of the tail, so that all have as many keys to see. Parameters
+are whole (R), so that their gradients are summands, which `data_parallel` adds up with those of the other ranks. Inputs and
+outputs are whole on every rank. An op whose rule does not let the sequence be cut gets it gathered.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     )
     params = {spec.name: R for spec in program.inputs if spec.kind == "param"}
     axis = Planner(
-        config, planner.data.context, planner.hardware, None, planner.wants_grad, params, axis=CONTEXT_AXIS, cuts=names
-    )
+        config, planner.data.context, planner.hardware, None, planner.wants_grad, params, axis=CONTEXT_AXIS, cuts=names,
+        head_tail=_sees_what_came_before(program),
+    )  # fmt: skip
     plan_sharding(program, axis)
     count = insert_transitions(program, axis)
     _say_where_it_is_gathered(program, axis)
@@ -83,6 +85,12 @@ def cut_sequence(program: Program, planner: Planner) -> int:
         _say_what_draws(program)
     program.phase = Phase.CANONICAL
     return count
+
+
+def _sees_what_came_before(program: Program) -> bool:
+    """Whether queries of some attention see all keys before them: late ones cost more, so each rank gets early and late."""
+    attentions = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
+    return any(argument(node, "causal") and not argument(node, "window") for node in attentions)
 
 
 def _name_axis_of_draws(program: Program, axis: str) -> None:

@@ -244,10 +244,11 @@ def ranks_of(program: Program) -> int | None:
 def local_size_expr(program: Program, layout: Layout, t: int) -> sympy.Expr:
     """`layout.local_size(t)` with symbols."""
     total = sympy.Integer(0)
+    chunks = layout.chunks(t)
     for count, unit in layout.blocks:
         whole = program.sizes.expr(count)
-        per_rank = sympy.Integer(-(-count // t)) if whole.is_Integer else FloorDiv(whole + (t - 1), t)
-        total += per_rank * program.sizes.expr(unit)
+        each = sympy.Integer(-(-count // chunks)) if whole.is_Integer else FloorDiv(whole + (chunks - 1), chunks)
+        total += each * (chunks // t) * program.sizes.expr(unit)
     return program.sizes.expr(layout.rep) * total
 
 

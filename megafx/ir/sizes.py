@@ -295,8 +295,9 @@ class SizeEmitter:
     def local_size(self, layout: Any, t: int) -> int | fx.Node:
         """Emitted `layout.local_size(t)`."""
         total: int | fx.Node = 0
+        chunks = layout.chunks(t)
         for count, unit in layout.blocks:
-            part = self.mul(self.ceil_div(count, t), self(unit))
+            part = self.mul(self.mul(self.ceil_div(count, chunks), chunks // t), self(unit))
             total = part if total == 0 else self.add(total, part)
         return self.mul(self(layout.rep), total)
 

@@ -93,11 +93,15 @@ class Cut:
 
     def __init__(self, flat: Sequence[Size], t: int) -> None:
         self.rep, *rest = flat
+        self.head_tail = len(rest) % 2 == 1
+        chunks = 2 * t if self.head_tail else t
+        if self.head_tail:
+            del rest[-1]
         self.repeated = not (isinstance(self.rep, int) and self.rep == 1)
         self.blocks = []
         for count, unit in zip(rest[::2], rest[1::2], strict=True):
-            padded = not isinstance(count, int) or count % t != 0
-            per_rank = (count + (t - 1)) // t
+            padded = not isinstance(count, int) or count % chunks != 0
+            per_rank = (count + (chunks - 1)) // chunks * (chunks // t)
             self.blocks.append((count * unit, per_rank * unit, padded))
 
     @property
@@ -140,7 +144,13 @@ def _blocks_by_rank(x: Any, dim: int, cut: Cut, t: int, ops: Ops) -> list[Any]:
         elif padded:
             zeros = ops.call(aten.new_zeros.default, block, [*pre, t * local - whole, *post])
             block = ops.call(aten.cat.default, [block, zeros], at)
-        block = ops.view(block, [*pre, t, local, *post])
+        if cut.head_tail:
+            half = local // 2
+            block = ops.view(block, [*pre, 2 * t, half, *post])
+            head, tail = _slice(ops, block, at, 0, t), _slice(ops, block, at, t, t)
+            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [at])], at + 1)
+        else:
+            block = ops.view(block, [*pre, t, local, *post])
         found.append(_permute(ops, block, at, 0))
         start = start + whole
     return found
@@ -180,6 +190,10 @@ def from_stacked(stacked: Any, dim: int, layout: Sequence[Size], t: int, ops: Op
     for whole, local, padded in cut.blocks:
         block = stacked if len(cut.blocks) == 1 else _slice(ops, stacked, at + 1, start, local)
         block = ops.contiguous(_permute(ops, block, 0, at))
+        if cut.head_tail:
+            half = local // 2
+            head, tail = _slice(ops, block, at + 1, 0, half), _slice(ops, block, at + 1, half, half)
+            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [at])], at)
         block = ops.view(block, [*pre, t * local, *post])
         blocks.append(_slice(ops, block, at, 0, whole) if padded else block)
         start = start + local

@@ -22,6 +22,9 @@ every rank's local dim has the same length: rep * sum(ceil(count/t) * unit). Exa
     fused q|k|v of unequal sizes   rep 1, blocks ((n, d), (kv, d), (kv, d))
     flattened batch x sequence     rep b, blocks ((s, 1),)                   sharded on the sequence
 
+A head-tail layout splits each block into 2t chunks of ceil(count / 2t) units; rank r takes chunks r and 2t-1-r, in this order.
+So queries of causal attention see as many keys on every rank (Llama 3 report, arXiv 2407.21783, 3.3.2).
+
 Sizes are plain integers. Dynamic sizes enter as structural integers (`ir.Sizes`): large primes that stand for symbols,
 so products and equality mean the same as on the symbolic expressions.
 """
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,18 +65,20 @@ class Layout:
 
     rep: int
     blocks: tuple[Block, ...]
+    head_tail: bool = False
 
     @staticmethod
-    def of(blocks: Iterable[tuple[int, int]], t: int, rep: int = 1) -> Layout:
+    def of(blocks: Iterable[tuple[int, int]], t: int, rep: int = 1, head_tail: bool = False) -> Layout:
         """The canonical layout on t ranks: equal cuts compare equal.
 
         A block that t divides is written as t units (only the cut points matter), and a periodic list of blocks as one
-        period repeated.
+        period repeated; head-tail: 2t units.
         """
-        cut = tuple(Block(t, c * u // t) if c % t == 0 else Block(c, u) for c, u in blocks)
+        parts = 2 * t if head_tail else t
+        cut = tuple(Block(parts, c * u // parts) if c % parts == 0 else Block(c, u) for c, u in blocks)
         n = len(cut)
         period = next(p for p in range(1, n + 1) if n % p == 0 and cut == cut[:p] * (n // p))
-        return Layout(rep * (n // period), cut[:period])
+        return Layout(rep * (n // period), cut[:period], head_tail)
 
     @staticmethod
     def contiguous(n: int, t: int) -> Layout:
@@ -90,7 +95,16 @@ class Layout:
 
     def local_size(self, t: int) -> int:
         """Length of every rank's dim, padding included."""
-        return self.rep * sum(-(-b.count // t) * b.unit for b in self.blocks)
+        return self.rep * sum(self.local_block(b, t) for b in self.blocks)
+
+    def chunks(self, t: int) -> int:
+        """Into how many equal parts, padding included, a block is split."""
+        return 2 * t if self.head_tail else t
+
+    def local_block(self, block: Block, t: int) -> int:
+        """Length of a block on every rank, padding included."""
+        chunks = self.chunks(t)
+        return -(-block.count // chunks) * block.unit * (chunks // t)
 
     def padding(self, t: int) -> float:
         """Elements held by all ranks together, per element of the dim: 1 for an even cut, 4 for 2 units on 8 ranks."""
@@ -99,11 +113,11 @@ class Layout:
 
     def padded(self, t: int) -> bool:
         """Whether some rank holds padding (a symbolic count, being prime, counts as padded)."""
-        return any(b.count % t for b in self.blocks)
+        return any(b.count % self.chunks(t) for b in self.blocks)
 
     def simple(self) -> bool:
         """One block, not repeated: rank r holds one contiguous range of the dim."""
-        return self.rep == 1 and len(self.blocks) == 1
+        return self.rep == 1 and len(self.blocks) == 1 and not self.head_tail
 
     def contiguous_shards(self, t: int) -> bool:
         """The shards in rank order, one after another, are the dim itself (torch.chunk's layout)."""
@@ -124,25 +138,34 @@ class Layout:
         for r in range(self.rep):
             start = r * self.pattern_size
             for count, unit in self.blocks:
-                per_rank = -(-count // t)
-                have = max(0, min(count - rank * per_rank, per_rank))
-                if have:
-                    yield Piece(start + rank * per_rank * unit, local, have * unit)
-                local += per_rank * unit
+                length = -(-count // self.chunks(t))
+                for chunk in (rank, 2 * t - 1 - rank) if self.head_tail else (rank,):
+                    have = max(0, min(count - chunk * length, length))
+                    if have:
+                        yield Piece(start + chunk * length * unit, local, have * unit)
+                    local += length * unit
                 start += count * unit
 
     def flat(self) -> tuple[int, ...]:
-        """[rep, count0, unit0, count1, unit1, ...]: the form in which graphs carry a layout."""
-        return (self.rep, *(x for b in self.blocks for x in b))
+        """[rep, count0, unit0, count1, unit1, ...], and 2 at the end of a head-tail layout: the form that graphs carry."""
+        return (self.rep, *(x for b in self.blocks for x in b), *(2,) * self.head_tail)
 
     @staticmethod
     def from_flat(flat: Iterable[int]) -> Layout:
         rep, *rest = flat
-        return Layout(rep, tuple(Block(c, u) for c, u in zip(rest[::2], rest[1::2], strict=True)))
+        head_tail = len(rest) % 2 == 1
+        if head_tail:
+            del rest[-1]
+        return Layout(rep, tuple(Block(c, u) for c, u in zip(rest[::2], rest[1::2], strict=True)), head_tail)
+
+    def text(self, number: Callable[[int], str] = str) -> str:
+        """number: how to write a size."""
+        body = "+".join(number(c) + (f"x{number(u)}" if u != 1 else "") for c, u in self.blocks)
+        body = f"{number(self.rep)}*({body})" if self.rep != 1 else body
+        return f"head-tail {body}" if self.head_tail else body
 
     def __str__(self) -> str:
-        body = "+".join(f"{c}x{u}" if u != 1 else f"{c}" for c, u in self.blocks)
-        return f"{self.rep}*({body})" if self.rep != 1 else body
+        return self.text()
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,14 @@ def dim_groups(a: Shape, b: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, ..
 
 def flatten(layout: Layout, outer: int, inner: int, t: int) -> Layout:
     """The layout of the flat index of [outer, dim, inner], the dim being cut by `layout`."""
-    return Layout.of([(c, u * inner) for c, u in layout.blocks], t, rep=layout.rep * outer)
+    return Layout.of([(c, u * inner) for c, u in layout.blocks], t, layout.rep * outer, layout.head_tail)
 
 
 def refit(flat: Layout, outer: int, inner: int, t: int) -> Layout | None:
     """The layout of the middle dim of [outer, dim, inner] whose flat index is cut by `flat`, if it is such a cut."""
     if flat.rep % outer or any(u % inner for _, u in flat.blocks):
         return None
-    return Layout.of([(c, u // inner) for c, u in flat.blocks], t, rep=flat.rep // outer)
+    return Layout.of([(c, u // inner) for c, u in flat.blocks], t, flat.rep // outer, flat.head_tail)
 
 
 @lru_cache(maxsize=65536)
@@ -105,40 +105,42 @@ def blocks_of(layout: Layout) -> tuple[Block, ...] | None:
     return layout.blocks * layout.rep
 
 
-def slice_layout(
-    layout: Layout, start: int, end: int, t: int, length: Callable[[Block], int] = lambda block: block.size
-) -> Layout | None:
+def slice_layout(layout: Layout, start: int, end: int, t: int, local: bool = False) -> Layout | None:
     """The layout of elements [start, end) of a dim, if both ends lie between blocks; else None.
 
-    length: of a block; the whole length for global bounds, the local one for bounds in a rank's shape.
+    local: the bounds are those in a rank's shape.
     """
-    pattern = sum(length(b) for b in layout.blocks)
+    lengths = [layout.local_block(b, t) if local else b.size for b in layout.blocks]
+    pattern = sum(lengths)
     if pattern == 0 or end <= start:
         return None
     if start % pattern == 0 and end % pattern == 0:
-        return Layout.of(layout.blocks, t, rep=(end - start) // pattern)
+        return Layout.of(layout.blocks, t, (end - start) // pattern, layout.head_tail)
     blocks = blocks_of(layout)
     if blocks is None:
         return None
     taken, at = [], 0
-    for block in blocks:
-        if at < start < at + length(block) or at < end < at + length(block):
+    for block, length in zip(blocks, lengths * layout.rep, strict=True):
+        if at < start < at + length or at < end < at + length:
             return None
         if start <= at < end:
             taken.append(block)
-        at += length(block)
-    return Layout.of(taken, t) if taken else None
+        at += length
+    return Layout.of(taken, t, head_tail=layout.head_tail) if taken else None
 
 
 def concat_layouts(layouts: Iterable[Layout], t: int) -> Layout | None:
-    """The layout of dims laid one after another; None where there are too many blocks."""
+    """The layout of dims laid one after another; None where there are too many blocks, or some of a head-tail layout."""
     blocks: list[Block] = []
+    layouts = [*layouts]
+    if len({layout.head_tail for layout in layouts}) > 1:
+        return None
     for layout in layouts:
         part = blocks_of(layout)
         if part is None or len(blocks) + len(part) > MAX_BLOCKS:
             return None
         blocks += part
-    return Layout.of(blocks, t)
+    return Layout.of(blocks, t, head_tail=layouts[0].head_tail)
 
 
 def local_offset(layout: Layout, position: int, t: int) -> int | None:
@@ -147,11 +149,11 @@ def local_offset(layout: Layout, position: int, t: int) -> int | None:
         return layout.local_size(t)
     repeat, rest = divmod(position, layout.pattern_size)
     local = repeat * (layout.local_size(t) // layout.rep)
-    for count, unit in layout.blocks:
+    for block in layout.blocks:
         if rest == 0:
             return local
-        rest -= count * unit
-        local += -(-count // t) * unit
+        rest -= block.size
+        local += layout.local_block(block, t)
         if rest < 0:
             return None
     return local
@@ -194,4 +196,4 @@ def _whole(part: Layout, start: int, bounds: Sequence[int], t: int, way: Way) ->
         blocks += cut
         if len(blocks) > MAX_BLOCKS:
             return None
-    return Layout.of(blocks, t)
+    return Layout.of(blocks, t, head_tail=part.head_tail)

@@ -38,9 +38,9 @@ class Planner:
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
     one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
     that are priced. axis: the one that is planned. cuts: names of the sizes that it cuts, wherever a rule lets it; none: any
-    size that pays. fits: the activation memory budget, a fraction, was chosen to fit the device, so it promises
-    bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8 are kept until a weight
-    changes.
+    size that pays. head_tail: cuts are such layouts. fits: the activation memory budget, a fraction, was chosen to fit the
+    device, so it promises bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8
+    are kept until a weight changes.
     """
 
     config: Config
@@ -57,6 +57,7 @@ class Planner:
     at_call: bool = False
     axis: str = TENSOR_AXIS
     cuts: Collection[str] = ()
+    head_tail: bool = False
     fits: bool = False
     device_bytes: int | None = None
     keeps_casts: bool = False

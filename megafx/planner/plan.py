@@ -153,8 +153,7 @@ class Plan:
         cut, text = placement.cut, self.sizes.text
         if cut.simple() and (cut.blocks[0].unit == 1 or not cut.padded(self.t)):
             return placement.tag
-        blocks = "+".join(text(count) + (f"x{text(unit)}" if unit != 1 else "") for count, unit in cut.blocks)
-        return f"{placement.tag}/" + (f"{text(cut.rep)}*({blocks})" if cut.rep != 1 else blocks)
+        return f"{placement.tag}/{cut.text(text)}"
 
     def diff(self, other: Plan) -> str:
         """Unified diff of the two plans' text; empty when they place everything alike."""

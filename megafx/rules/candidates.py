@@ -51,9 +51,10 @@ def find_candidates(
     sizes: Sizes,
     t: int,
     only: Collection[str] = (),
+    head_tail: bool = False,
 ) -> Candidates:
     """rules: of all active ops, in graph order; params_and_inputs: the active placeholders. only: names of sizes, where no
-    dim may be cut but those that have one of them."""
+    dim may be cut but those that have one of them; head_tail: by such layouts."""
     found = Candidates()
     adjacent: dict[fx.Node, list[tuple[OpRule, int]]] = {}
     shapes: dict[fx.Node, tuple[int, ...]] = {}
@@ -88,7 +89,7 @@ def find_candidates(
     for node, shape in shapes.items():
         for dim, n in enumerate(shape):
             if n >= 2 and (not only or sizes.is_one_of(n, only)):
-                add(node, dim, Layout.contiguous(n, t))
+                add(node, dim, Layout.of([(n, 1)], t, head_tail=head_tail))
 
     def side(rule: OpRule, i: int) -> fx.Node | None:
         return rule.operands[i].node if i >= 0 else made[rule.node][-1 - i]

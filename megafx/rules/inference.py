@@ -168,7 +168,7 @@ class _Inference:
         """The result's layout of a slice (of local bounds) or a concatenation along the sharded dim."""
         part = template.parts.get(-1)
         if part is not None:
-            return slice_layout(cut, part.start, part.end, self.t, lambda b: -(-b.count // self.t) * b.unit)
+            return slice_layout(cut, part.start, part.end, self.t, local=True)
         if not all(p.is_shard and template.entries(i)[p.dim] == f for i, p in enumerate(facts)):
             return None
         return concat_layouts((p.cut for p in facts), self.t)

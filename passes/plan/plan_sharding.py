@@ -132,7 +132,7 @@ def make_problem(
     given: Any = {"sequence_parallel": sequence_parallel, "free": free, "yields": yields}
     policy = Policy(program, planner.rules, active, planner.t, **given)
     placeholders = [n for n in order if n.op == "placeholder"]
-    candidates = find_candidates(planner.rules, placeholders, program.sizes, planner.t, planner.cuts)
+    candidates = find_candidates(planner.rules, placeholders, program.sizes, planner.t, planner.cuts, planner.head_tail)
     overrides = Overrides(program, config.overrides if styles is None else styles, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []

@@ -32,6 +32,7 @@ from megafx.ir.nodes import in_backward
 from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit
 from megafx.ir.sizes import is_size
 from megafx.ops.again import AGAIN, when_repeated
+from megafx.placements.data_axis import CONTEXT_AXIS
 from megafx.planner.context import Planner
 
 NAME = "choose_kept"
@@ -46,8 +47,8 @@ def promised_bytes(budget: Any, without: int) -> int | None:
 
 def allowed(program: Program, planner: Planner) -> Any:
     """Tells whether a node may be recomputed. Ranks that own experts need different values: collectives are not repeated."""
-    axis = planner.solved.axis if not planner.owners else ""
-    return lambda node: is_replayable(node, axis)
+    axes = () if planner.owners else (planner.solved.axis, CONTEXT_AXIS)
+    return lambda node: is_replayable(node, *axes)
 
 
 def whole(node: fx.Node) -> fx.Node:

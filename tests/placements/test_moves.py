@@ -20,6 +20,10 @@ LAYOUTS = {
     "repeated": lambda t: Layout.of([(2 * t, 1)], t, rep=3),
     "repeated padded": lambda t: Layout.of([(2 * t - 1, 2)], t, rep=2),
     "repeated blocks": lambda t: Layout.of([(t, 2), (t + 1, 1)], t, rep=2),
+    "head-tail": lambda t: Layout.of([(4 * t, 1)], t, head_tail=True),
+    "head-tail padded": lambda t: Layout.of([(2 * t + 1, 2)], t, head_tail=True),
+    "head-tail fewer than chunks": lambda t: Layout.of([(t, 1)], t, head_tail=True),
+    "head-tail repeated": lambda t: Layout.of([(4 * t - 1, 1), (2 * t, 2)], t, 3, head_tail=True),
 }
 
 
@@ -38,6 +42,13 @@ def test_stacked_shards_are_the_pieces(name: str, dim: int, t: int) -> None:
     padding_holds_garbage = torch.stack(shards) + (torch.stack(shards) == 0)
     back = from_stacked(padding_holds_garbage, dim, layout.flat(), t)
     assert torch.equal(back, full) and back.is_contiguous()
+
+
+def test_a_rank_of_a_head_tail_layout_has_early_and_late_elements() -> None:
+    layout = Layout.of([(10, 1)], 2, head_tail=True)
+    held = [shard_tensor(torch.arange(1, 11), S(0, layout), rank, 2).tolist() for rank in range(2)]
+    assert held == [[1, 2, 3, 10, 0, 0], [4, 5, 6, 7, 8, 9]]
+    assert Layout.from_flat(layout.flat()) == layout != Layout.of([(10, 1)], 2) and not layout.simple()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

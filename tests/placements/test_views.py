@@ -32,11 +32,12 @@ def cut(x: np.ndarray, dim: int, layout: Layout, rank: int, t: int) -> np.ndarra
 
 
 def layouts_of(n: int, t: int) -> list[Layout]:
-    """Contiguous, in units, repeated, and in two unequal blocks."""
+    """Contiguous, in units, repeated, in two unequal blocks, and head-tail."""
     found = {Layout.contiguous(n, t)}
     for unit in range(1, n + 1):
         if n % unit == 0:
             found.add(Layout.of([(n // unit, unit)], t))
+            found.add(Layout.of([(n // unit, unit)], t, head_tail=True))
             for rep in range(1, n // unit + 1):
                 if n % (unit * rep) == 0:
                     found.add(Layout.of([(n // unit // rep, unit)], t, rep))

@@ -72,7 +72,15 @@ class Call(NamedTuple):
 def pieces_of(x: Inputs) -> list[Piece] | None:
     """The ranges of this rank's queries, where the library can take them; None: no such attention."""
     extra = (x.mask, x.key_mask, x.segments, x.sink)
-    if any(y is not None for y in extra) or x.window or x.softcap or not x.causal or x.draw.shard_dim != 2 or draws(x.draw.p) or tracing():
+    if (
+        any(y is not None for y in extra)
+        or x.window
+        or x.softcap
+        or not x.causal
+        or x.draw.shard_dim != 2
+        or draws(x.draw.p)
+        or tracing()
+    ):
         return None
     cut = Layout.from_flat(x.draw.layout)
     if cut.size != x.k.shape[2]:

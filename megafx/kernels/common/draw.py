@@ -79,10 +79,11 @@ def runs_of(
     local_stride, global_stride = cut.local_size(t) // cut.rep * inner, cut.pattern_size * inner
     runs, local, start = [], 0, before * global_stride * rows
     for count, unit in cut.blocks:
-        length = -(-count // t) * unit * inner
+        length = -(-count // cut.chunks(t)) * unit * inner
         if length == local_stride == global_stride:
             rows, length = 1, rows * length  # t = 1: the rows follow each other
-        runs.append(Run(rows, length, local, local_stride, start + rank * length, global_stride))
-        local += length
+        for chunk in (rank, 2 * t - 1 - rank) if cut.head_tail else (rank,):
+            runs.append(Run(rows, length, local, local_stride, start + chunk * length, global_stride))
+            local += length
         start += count * unit * inner
     return runs
