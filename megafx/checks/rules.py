@@ -187,8 +187,11 @@ class Trial:
         ]
         for_rank = []
         for rank in range(self.t):
-            with self.on_rank(rank):
-                for_rank.append(_gradients(results[rank], ranks[rank], [cs[rank] for cs in by_result]))
+            try:
+                with self.on_rank(rank):
+                    for_rank.append(_gradients(results[rank], ranks[rank], [cs[rank] for cs in by_result]))
+            except IndexError as e:  # ids of rows that the rank does not have
+                return f"no gradient: {e}"
         for i, placement in placements.items():
             whole = self.gradients[i]
             if self.specs[i].kind != "x" or whole is None:
