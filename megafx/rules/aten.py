@@ -48,7 +48,6 @@ RULES: dict[str, str] = {
     "aten.embedding_dense_backward.default": "lin: ... d, ~... -> v! d",
     "aten._fused_rms_norm.default": "nl[1]: ... c!, c! -> ... c!; ~... 1",
     "aten._fused_rms_norm_backward.default": "nl[0]: ... c!, ... c!, ... 1, c! -> ... c!; c!",
-    "aten.histc.default": "nl: ...! -> bin!",
     "aten.layer_norm.default": "nl[1]: ... c!, c!, +c! -> ... c!",
     "aten.lerp.Scalar": "lin: +..., +... -> ...",
     "aten.lerp.Tensor": "lin: +..., +..., ~... -> ...",

@@ -267,6 +267,17 @@ def _reduce(call: OpCall) -> RuleText:
     return RuleText(f"nl: {dims(shape, over)} -> {results}", why)
 
 
+@family("aten.histc")
+def _histc(call: OpCall) -> RuleText | str:
+    """Counts are summed, between bounds that are given; else the data decides about the bounds."""
+    if call.get("min") != call.get("max"):
+        return "sum: ... -> bin!"
+    whole = tuple(range(len(call.first.shape)))
+    return RuleText(
+        f"nl: {dims(call.first.shape, whole)} -> bin!", {f"f{d}": "the data decides about bins" for d in whole}
+    )
+
+
 # -- scalars decide linearity
 
 

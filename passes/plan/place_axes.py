@@ -345,14 +345,23 @@ class Typer:
                 if expr is not None:
                     self._count_selected(node, given, expr, kind)
                 continue
-            if kind not in ("Tensor", "number", "Optional[number]") or not isinstance(given.meta[VAL], torch.SymInt):
+            if kind not in ("Tensor", "number", "Optional[number]"):
                 raise self._error(
                     node, f"takes '{spec.name}' from the size of the {self.policy.of}, which is one rank's"
                 )
-            whole = self.program.sizes.of_expr(expr.xreplace({self.symbol: self.ranks * self.symbol}))
-            made: Any = SizeEmitter(self.program.graph, self.program.sizes)(whole)
-            node.replace_input_with(given, made)
+            node.replace_input_with(given, self._of_all_ranks(given, node))
             self.changes += 1
+
+    def _of_all_ranks(self, number: fx.Node, node: fx.Node) -> Any:
+        """The number that the size of all ranks gives where one rank's gives this."""
+        value = number.meta[VAL]
+        if self.symbol not in value.node.expr.free_symbols:
+            return number
+        if isinstance(value, torch.SymInt):
+            whole = self.program.sizes.of_expr(value.node.expr.xreplace({self.symbol: self.ranks * self.symbol}))
+            return SizeEmitter(self.program.graph, self.program.sizes)(whole)
+        args = [self._of_all_ranks(a, node) if isinstance(a, fx.Node) else a for a in number.args]
+        return Builder(self.program, node, number, NAME)(number.target, *args)  # type: ignore[arg-type]  # it is computed
 
     def _count_selected(self, node: fx.Node, given: fx.Node, expr: sympy.Expr, kind: str) -> None:
         """The same of the number of rows that a mask selects."""
