@@ -209,6 +209,7 @@ class _Maker:
         self.uncaptured = Uncaptured(model, config)
         self.everyone = _everyone(mesh)
         self.forms: list[Form] = []
+        self.holders: dict[str, tuple[int, ...]] = {}
         self.cut: Cut | None = None
 
     @property
@@ -287,6 +288,12 @@ class _Maker:
                 module.training = mode
         with agreement.raising_together(self.everyone):
             graphs = cut_program(whole, self.cut, self.trained, len(self.forms))
+            for k, spec in [(k, spec) for k, graph in enumerate(graphs) for spec in graph.program.inputs]:
+                if spec.kind == "param" and k % self.mesh[PIPELINE_AXIS].size() not in self.holders[spec.name]:
+                    what = f"this kind of call reads parameter '{spec.name}' in stage {k}, which does not hold it"
+                    raise UsageError(
+                        what, fix="give megafx.pipeline example_inputs= of a call that reads all parameters"
+                    )
         self.forms.append(Form(len(self.forms), whole, graphs, modes, _draws(whole.program)))
         return self.forms[-1]
 
@@ -294,7 +301,8 @@ class _Maker:
 
     def _pipeline(self, found: list[Stage], graphs: list[StageGraph], plan: Plan) -> Pipeline:
         ranks, here = self.mesh[PIPELINE_AXIS].size(), self.mesh[PIPELINE_AXIS].get_local_rank()
-        holders = self._holders(graphs, ranks)
+        assert self.cut is not None
+        self.holders = holders = self._holders(graphs, ranks)
         pipe = Pipeline().train(self.model.training)
         _move(self.model, pipe, {name for name, at in holders.items() if here in at})
         inner = tuple(n for n in self.mesh.mesh_dim_names or () if n != PIPELINE_AXIS)
@@ -304,6 +312,9 @@ class _Maker:
         runtime.uncaptured = cast(Any, _Graphs(self))
         mine = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
         runtime.settled.plan = replace(plan, params={n: p for n, p in plan.params.items() if n in mine})
+        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        runtime.elsewhere = frozenset(names - mine)
+        runtime.borrowed = frozenset(n for n, _ in pipe.named_buffers() if (self.cut.of(n) or 0) % ranks != here)
         make_parallel(runtime)
         runtime._adopt(runtime.settled.plan.params)
         run = _Run(self, pipe, runtime, found, {name: at for name, at in holders.items() if len(at) > 1})
@@ -465,9 +476,10 @@ class _Run:
             {n: x.chunk(count, rows[n])[i].contiguous() if n in rows else x for n, x in values.items()}
             for i in range(count)
         ]
-        stored = {f"buffer:{n}": x for n, x in self.maker.model.named_buffers()}
+        stored = {f"buffer:{n}": x for n, x in self.pipe.named_buffers()}
         stored |= {f"constant:{n}": x for n, x in form.whole.program.constants.items()}
-        for i, total in enumerate(form.whole.totals):
+        taken = {name for k in self.mine for name in form.graphs[k].takes.values() if name.startswith("total[")}
+        for i, total in enumerate(form.whole.totals if taken else ()):
             summands = torch.stack([total_of(total, {**stored, **part}) for part in parts])
             whole = summands.sum(0, dtype=summands.dtype)
             if (batch := self.runtime.meshes.batch) is not None:

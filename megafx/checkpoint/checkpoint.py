@@ -29,7 +29,7 @@ from torch import nn
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.content import Content, damage, read_content
 from megafx.checkpoint.load import Load, replica_of
-from megafx.checkpoint.state import Optimizers, State, collect, copied, device_of, generators, several_of
+from megafx.checkpoint.state import Optimizers, State, collect, copied, device_of, generators, merged, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
 from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raising_together
 from megafx.distributed.failures import meet, only_rank_0, timeout_of
@@ -113,7 +113,11 @@ def save_checkpoint(
         if asynchronous:
             state = copied(state)
     shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
-    options = [str(group) for optimizer in data["optimizers"] for group in optimizer["groups"]]  # learning rates
+    groups = [each for optimizer in data["optimizers"] for each in optimizer["groups"]]
+    if getattr(runtime_of(model), "elsewhere", None) is not None:  # stages have tensors of their own
+        shapes, groups = [], [{**each, "names": []} for each in groups]
+        data = merged(gather_objects(data, group))
+    options = [str(each) for each in groups]  # learning rates
     text = "\n".join([str(folder), f"step={step}", f"keep={keep}", *options, *shapes])
     check_same("what is to be saved", text, group)
     writer = FolderWriter(folder, step, data, keep)
@@ -190,7 +194,7 @@ def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.Proce
     A background save has a group of its own, apart from the collectives of training."""
     global _side
     runtime = runtime_of(model)
-    if runtime is None or runtime.mesh is None:
+    if runtime is None or (runtime.mesh is None and runtime.elsewhere is None):
         return None
     world = dist.group.WORLD
     assert world is not None

@@ -12,13 +12,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megafx.checkpoint.state import decode
+from megafx.checkpoint.state import decode, tensor_names
 from megafx.errors import CheckpointError, MegafxError
 from megafx.weights.files import NAMES, Written, digest_of, regular_size
 
@@ -68,6 +68,20 @@ class Content(NamedTuple):
         _ask(_number(content.step), f"its step is {content.step!r}")
         _check_objects(content)
         return content
+
+
+def without(content: Content, names: Collection[str]) -> Content:
+    """The content without these parameters and buffers: what a stage of a pipeline loads."""
+    objects, dropped = content.objects, {f"model.{name}" for name in names}
+    optimizers = []
+    for data in objects["optimizers"]:
+        groups = [{**group, "names": [n for n in group["names"] if n not in names]} for group in data["groups"]]
+        state = {n: kept for n, kept in data["state"].items() if n not in names}
+        dropped |= {*tensor_names({n: kept for n, kept in data["state"].items() if n in names})}
+        optimizers.append({"groups": groups, "state": state})
+    aliases = {alias: n for alias, n in objects["aliases"].items() if n not in names}
+    objects = {**objects, "aliases": aliases, "optimizers": optimizers}
+    return content._replace(tensors={n: t for n, t in content.tensors.items() if n not in dropped}, objects=objects)
 
 
 def _ask(holds: Any, wrong: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.checkpoint.content import Content
+from megafx.checkpoint.content import Content, without
 from megafx.checkpoint.state import (
     State,
     decode,
@@ -57,6 +57,8 @@ class Load:
         extra: Mapping[str, Any],
     ) -> None:
         """content: of `metadata.json`; None: the checkpoint is of torch.distributed.checkpoint's own format."""
+        if content is not None and (elsewhere := getattr(runtime_of(model), "elsewhere", None)):
+            content = without(content, elsewhere)
         self.path, self.content, self.model, self.optimizers, self.extra = path, content, model, optimizers, extra
         self.shapes: Shapes
         if content is None:

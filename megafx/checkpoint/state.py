@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from megafx.distributed.parameters import runtime_of
 from megafx.distributed.tensor import local_of, wrap
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights.state import stored_tensors
@@ -41,10 +42,13 @@ def collect(
     and plain data may differ between ranks: rank 0's are saved. replicas: `generators` of each data-parallel rank."""
     tensors: State = {}
     aliases: dict[str, str] = {}
+    borrowed: frozenset[str] = getattr(runtime_of(model), "borrowed", frozenset())
     for stored in stored_tensors(model):
         if stored.tensor.is_meta:
             found = f"'{stored.name}' is on the meta device: it has no values to save"
             raise UsageError(found, fix="load or initialise it")
+        if stored.name in borrowed:
+            continue
         tensors[f"model.{stored.name}"] = stored.tensor
         aliases |= dict.fromkeys(stored.names[1:], stored.name)
     objects = {k: v for k, v in model.state_dict().items() if not isinstance(v, torch.Tensor)}
@@ -70,6 +74,21 @@ def collect(
         elif rank != 0 and name.startswith(("rng.", "extra.")):
             del tensors[name]
     return tensors, data
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The plain data of all ranks of a pipeline as those of the whole model: rank 0's, with the names of all stages."""
+    optimizers = []
+    for of_stages in zip(*(part["optimizers"] for part in parts), strict=True):
+        if len({len(each["groups"]) for each in of_stages}) > 1:
+            what = "optimizers of a pipeline's stages have different numbers of parameter groups"
+            raise CheckpointError(what, fix="make the same groups on every stage, also those without parameters")
+        groups = []
+        for same in zip(*(each["groups"] for each in of_stages), strict=True):
+            groups.append({**same[0], "names": [*dict.fromkeys(name for group in same for name in group["names"])]})
+        optimizers.append({"groups": groups, "state": {k: v for each in of_stages for k, v in each["state"].items()}})
+    union = {key: {k: v for part in parts for k, v in part[key].items()} for key in ("aliases", "model")}
+    return {**parts[0], **union, "optimizers": optimizers}
 
 
 def copied(state: State) -> State:
@@ -169,7 +188,8 @@ def _by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, An
 
 def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: Any) -> str | None:
     """How a saved optimizer's parameter groups differ from this one's; None if they do not."""
-    mine, theirs = names_of(optimizer, model), [group["names"] for group in data["groups"]]
+    mine = [*filter(None, names_of(optimizer, model))]  # a stage of a pipeline may have none of a group
+    theirs = [*filter(None, (group["names"] for group in data["groups"]))]
     if sorted(map(sorted, mine)) == sorted(map(sorted, theirs)):
         if any("lr" not in group for group in data["groups"]):
             return "its optimizer has a group without learning rate"
@@ -221,7 +241,7 @@ def finish_optimizer(
     for group, names in zip(now["param_groups"], names_of(optimizer, model), strict=True):
         kept = {key: value for key, value in group.items() if key in ("params", "param_names")}
         # a newer torch has options that were not saved
-        groups.append(options_of(group) | saved[frozenset(names)] | kept)
+        groups.append(options_of(group) | (saved[frozenset(names)] if names else {}) | kept)
         found = zip(group["params"], names, strict=True)
         state.update({index: whole["state"][name] for index, name in found if name in whole["state"]})
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})

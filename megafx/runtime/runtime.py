@@ -121,6 +121,9 @@ class Runtime:
         self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
         self.unplaced: list[list[str]] = []
         self.cached = ""  # what the cache on disk did with the last graph
+        # Of a stage of a pipeline: names of parameters that other stages hold, and of buffers that are of other stages.
+        self.elsewhere: frozenset[str] | None = None
+        self.borrowed: frozenset[str] = frozenset()
 
     # -- setting up
 

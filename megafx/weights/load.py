@@ -44,6 +44,8 @@ def load_safetensors(
         files = SafetensorsFiles(path)
         tensors = stored_tensors(model)
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
+        elsewhere = getattr(runtime_of(model), "elsewhere", None) or ()  # in other stages of a pipeline
+        sources.unexpected = [name for name in sources.unexpected if name not in elsewhere]
         rest = Rest(model, factory, check_fit(tensors, sources, files))
     with agreement.raising_together(group, CheckpointError):
         given = give_memory(model, device=None if device is None else torch.device(device))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import megafx
 from megafx.checkpoint.convert import convert
+from megafx.checkpoint.state import merged
 from megafx.config import Config
 from megafx.weights.files import dtype_name
 
@@ -156,3 +157,14 @@ def test_conversions(tmp_path: Path) -> None:
     other = ours()
     megafx.load_checkpoint(tmp_path / "again", other)
     torch.testing.assert_close(values(other), values(model))
+
+
+def test_optimizers_of_stages() -> None:
+    def part(*groups: list[str]) -> dict[str, Any]:
+        optimizer = {"groups": [{"names": names, "lr": 0.1} for names in groups], "state": {}}
+        return {"optimizers": [optimizer], "aliases": {}, "model": {}}
+
+    with refused("optimizers of a pipeline's stages have different numbers"):
+        merged([part(["a"], ["b"]), part(["c"])])
+    (optimizer,) = merged([part(["a"], ["b"]), part(["c"], [])])["optimizers"]
+    assert [group["names"] for group in optimizer["groups"]] == [["a", "c"], ["b"]]

@@ -43,6 +43,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<start> <OTHER_BATCHES>: <what> is <k> on rank <",
         "<start> <j>",
         "stage <idle> of <count> computes nothing",
+        "this kind of call reads parameter '<name>' in st",
         "<count> stages on <ranks> ranks of '<PIPELINE_AXI",
         "<option>=<option>, but the mesh has <size>",
         "input '<wanted>' of a pipeline requires a gradient",

@@ -1,0 +1,151 @@
+"""More of megafx.pipeline on 2 and 4 ranks: calls in several forms, stored shards, checkpoints at another cut."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from pipelines import Net, batch, close
+from ranks import PromoteCasts, check, config
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megafx
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def same_gradients(pipe: nn.Module, wanted: dict[str, Tensor]) -> None:
+    found = megafx.full_gradients(pipe)
+    assert found
+    for name, value in found.items():
+        close(value, wanted[name], name)
+
+
+@check(2, slow=True, seed=0)
+def pipeline_of_a_hugging_face_model() -> None:
+    """Without an example; steps add up, in calls of several lengths and forms; the loss of a function."""
+    with torch.random.fork_rng():
+        model, inputs = zoo.build("llama", layers=3)
+    eager = copy.deepcopy(model)
+    pipe = megafx.pipeline(model, config(t=1), stages=2, microbatches=2)
+    for call in (inputs(4, 8), inputs(2, 13), {**inputs(4, 8), "attention_mask": torch.ones(4, 8, dtype=torch.long)}):
+        with PromoteCasts():
+            loss = eager(**call).loss
+            loss.backward()
+        close(pipe.step(**call), loss.detach())
+        same_gradients(pipe, gradients(eager))
+
+
+@check(2, seed=0)
+def pipeline_with_a_loss_function() -> None:
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2))).double()
+    eager, x, y = copy.deepcopy(model), torch.randn(4, 5).double(), torch.randn(4, 5).double()
+    pipe = megafx.pipeline(
+        model, config(t=1), stages=2, microbatches=4, schedule="GPipe", loss_fn=loss_of, example_inputs={"input": x, "loss_inputs": {"target": y}}
+    )
+    loss = loss_of(eager(x), y)
+    loss.backward()
+    close(pipe.step(x, loss_inputs={"target": y}), loss.detach())
+    same_gradients(pipe, gradients(eager))
+
+
+@check(4, slow=True, seed=0)
+def pipeline_of_sharded_parameters() -> None:
+    for form in ("zero1", "fsdp"):
+        torch.manual_seed(0)
+        model = Net(2, 0.0).double()
+        eager = copy.deepcopy(model)
+        options = {"data_parallel_size": 2, "data_parallel": form}
+        pipe = megafx.pipeline(model, config(t=1, **options), stages=2, microbatches=2, example_inputs=batch())
+        rows = {n: x.chunk(2)[dist.get_rank() % 2] for n, x in batch().items()}
+        for _ in range(2):
+            loss = eager(**batch())[0]
+            loss.backward()
+            close(pipe.step(**rows), loss.detach())
+            same_gradients(pipe, gradients(eager))
+        close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1))
+
+
+@check(2, seed=0)
+def pipeline_of_averages() -> None:
+    torch.manual_seed(0)
+    model = Net(2, 0.0).double()
+    eager = copy.deepcopy(model)
+    pipe = megafx.pipeline(model, config(t=1, data_parallel_loss="average"), stages=2, microbatches=4, example_inputs=batch())
+    parts = [{n: x.chunk(4)[i] for n, x in batch().items()} for i in (0, 2, 3)]
+    rows = {n: torch.cat([p[n] for p in (*parts, parts[0])]) for n in parts[0]}
+    losses = [eager(**{n: x.chunk(4)[i] for n, x in rows.items()})[0] / 4 for i in range(4)]
+    sum(losses).backward()
+    close(pipe.step(**rows), sum(losses).detach())
+    same_gradients(pipe, gradients(eager))
+
+
+@check(4, seed=0)
+def pipeline_resumes_at_another_cut(folder: Path) -> None:
+    """Saved by 4 stages, loaded by 2 of 2 tensor-parallel ranks and by one process: the same steps follow."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Net(4, 0.1).double()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        return torch.optim.AdamW([{"params": decay}, {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.01}])
+
+    def stepped(pipe: Any, optimizer: torch.optim.Optimizer, count: int) -> list[Tensor]:
+        losses = []
+        for _ in range(count):
+            losses.append(pipe.step(**batch()))
+            optimizer.step(), optimizer.zero_grad()
+        return losses
+
+    four = megafx.pipeline(made(), config(t=1), stages=4, microbatches=4, example_inputs=batch())
+    optimizer = adamw(four)
+    stepped(four, optimizer, 1)
+    megafx.save_checkpoint(folder, four, optimizer, step=1)
+    wanted = stepped(four, optimizer, 2)
+    two = megafx.pipeline(made(), config(t=2), stages=["layers.1"], microbatches=2, schedule="GPipe", example_inputs=batch())
+    optimizer = adamw(two)
+    assert megafx.load_checkpoint(folder, two, optimizer).step == 1
+    for found, loss in zip(stepped(two, optimizer, 2), wanted, strict=True):
+        torch.testing.assert_close(found, loss, rtol=1e-8, atol=0)
+    alone = made()
+    optimizer = adamw(alone)
+    megafx.load_checkpoint(folder, alone, optimizer)
+    alone = megafx.parallelize(alone, config(t=1))
+    for loss in wanted:
+        found = alone(**batch())[0]
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss, rtol=1e-8, atol=0)
+        optimizer.step(), optimizer.zero_grad()
+
+
+@check(2, seed=0)
+def pipeline_of_a_model_on_meta(folder: Path) -> None:
+    """Each stage reads its own tensors of the files."""
+    torch.manual_seed(0)
+    eager = Net(2, 0.0).double()
+    if dist.get_rank() == 0:
+        save_file({n: p.detach().contiguous() for n, p in eager.named_parameters()}, folder / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = Net(2, 0.0).double()
+    model.head.weight = model.embed.weight
+    pipe = megafx.pipeline(model, config(t=1), stages=2, microbatches=2, example_inputs=batch())
+    megafx.load_safetensors(pipe, folder / "model.safetensors")
+    loss = eager(**batch())[0]
+    loss.backward()
+    close(pipe.step(**batch()), loss.detach())
+    same_gradients(pipe, gradients(eager))
