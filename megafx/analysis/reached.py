@@ -18,14 +18,12 @@ aten = torch.ops.aten
 
 
 def find_reached(program: Program) -> Reached | None:
-    """None where all inputs reach one output alone, and no module stays eager. program: CANONICAL.
+    """None where all inputs reach the one output, and no module stays eager. program: CANONICAL.
 
     A gradient ends at detach, and at values that are no floating numbers.
     """
     outputs, results = differentiable_outputs(program), program.results()
     eager = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.eager_call.default)
-    if len(outputs) < 2 and not eager:
-        return None
     bits: dict[Source, int] = {}
     found: dict[Any, int] = {}
     for i in outputs:
@@ -48,12 +46,15 @@ def find_reached(program: Program) -> Reached | None:
             for operand in node.all_input_nodes:
                 if operand.target is not torch.ops.megafx.eager_call.default:
                     found[operand] = found.get(operand, 0) | found.get(node, 0)
+    givers = [(n, spec.name, found.get(n, 0)) for n, spec in program.input_nodes() if spec.kind in ("param", "user")]
+    if len(outputs) < 2 and not eager and all(mask for n, _, mask in givers if is_floating(n)):
+        return None
     sources = {bit: source for source, bit in bits.items()}
 
     def named(mask: int) -> tuple[Source, ...]:
         return tuple(source for bit, source in sources.items() if mask & bit)
 
-    inputs = {spec.name: named(found.get(n, 0)) for n, spec in program.input_nodes() if spec.kind in ("param", "user")}
+    inputs = {name: named(mask) for _, name, mask in givers}
     others = {n: s for n, s in bits.items() if isinstance(n, str) or any(of_results[n[0]])}
     read: dict[str, tuple[Source, ...]] = {}
     for i in outputs:

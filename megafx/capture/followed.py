@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumbers
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.reads import Reads
-from megafx.capture.writes import GrowingList, WatchedDict, Writes
-from megafx.ir.python_state import NUMBERS, Place, PythonState, leaf_places, parts_of, snapshot
+from megafx.capture.writes import GrowingList, Writes, watched
+from megafx.ir.python_state import NUMBERS, REPLACED_BY, Place, PythonState, leaf_places, parts_of, snapshot, whole
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import matching
 
@@ -38,7 +39,8 @@ class Followed:
     dicts: those whose items it changes. computed: numbers made of counters that meet tensors. storing: identities of hooks that
     store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
     reads them; read_first: after it has. objects: that forward puts at places, in the trace that first showed it.
-    layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
+    parameters: places outside of modules' own tables that hold a parameter of the model (or that it has replaced), with its
+    FQN: the graph reads that one. layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Followed:
     replaced: dict[str, Place] = field(default_factory=dict)
     objects: dict[str, list[Any]] = field(default_factory=dict)
     read_first: set[str] = field(default_factory=set)
+    parameters: dict[str, tuple[Place, str]] = field(default_factory=dict)
     layer_by_layer: bool = False
 
     @property
@@ -64,6 +67,7 @@ class Followed:
             self.storing,
             self.replaced,
             self.objects,
+            self.parameters,
         )
         return self.layer_by_layer or any(state)
 
@@ -72,7 +76,7 @@ class Followed:
         return {**self.inputs, **{each.name: each for each in self.computed}}
 
     def values(self) -> dict[str, Any]:
-        return {name: each.get() for name, each in self.all_inputs().items()}
+        return {name: whole(each.get()) for name, each in self.all_inputs().items()}
 
     def learn_hooks(self, trace: Trace, outside: Collection[nn.Module]) -> bool:
         """As `learn`, of hooks: also after a trace that has failed. outside: modules whose hooks are no matter of the graph."""
@@ -119,6 +123,15 @@ def _is_unseen(place: Place) -> bool:
     """Whether nothing notes when a place is read: a variable, a global, an item of a list."""
     holder = place.container()
     return isinstance(holder, (types.CellType, list)) or (isinstance(holder, dict) and "__name__" in holder)
+
+
+def _in_tuples(place: Place, value: Any) -> tuple[Place, Any]:
+    """The place, and where it is a part of a tuple, the innermost one around it that is none, with the tuple of this part."""
+    while isinstance(held := place.container(), tuple) and place.within is not None:
+        parts = [*held[: place.key], value, *held[place.key + 1 :]]
+        value = held._make(parts) if hasattr(held, "_make") else type(held)(parts)
+        place = place.within
+    return place, value
 
 
 class _OutsideWrites(TorchFunctionMode):
@@ -175,10 +188,12 @@ class Trace:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
         self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers()
-        self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self.writes.watch, self.writes.compare
+        self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self._taken, self.writes.compare
+        self.own = {id(p): fqn for fqn, p in model.named_parameters(remove_duplicate=False)}
+        self.learned = False
         self.tensors: dict[str, list[Tensor]] = {}
         self.finished = False
-        self.watched: dict[str, WatchedDict] = {}
+        self.watched: dict[str, Any] = {}  # dicts and namespaces that forward changes
         self.layers: LikeLayers | None = None
 
     @contextlib.contextmanager
@@ -204,11 +219,14 @@ class Trace:
             for place in followed.growing.values():
                 put(place, GrowingList(place.get(), place))
             for name, place in followed.dicts.items():
-                self.watched[name] = WatchedDict(place.get())
+                self.watched[name] = watched(place.get())
                 put(place, self.watched[name])
             for name, place in followed.replaced.items():
                 put(place, _Unread(name))
-            with self.reads.recording(self.writes.start), _OutsideWrites(self._learn_write):
+            for place, fqn in followed.parameters.values():
+                mutable, value = _in_tuples(place, self.reads.model.get_parameter(fqn))
+                put(mutable, value)
+            with self.reads.recording(self._start), _OutsideWrites(self._learn_write):
                 yield
             self.finished = True
             for one in self.watched.values():
@@ -225,6 +243,33 @@ class Trace:
             for name in vars(module):
                 yield Place(vars(module), name, name)
 
+    def _start(self) -> None:
+        """All names that code reads have been found."""
+        if self.learned:
+            raise TraceAgain
+        self.writes.start()
+
+    def _taken(self, place: Place) -> None:
+        """Code reads what is at a place. Parameters of the model are found wherever they are held; raises TraceAgain for them,
+        and for other sharded tensors, which enter the graph whole."""
+        self.writes.watch(place)
+        known = self.followed.parameters.keys() | self.followed.inputs.keys()
+        for at, value in leaf_places(place, snapshot(place.get(), place.name)):
+            if not isinstance(value, Tensor) or at.name in known:
+                continue
+            fqn = self.own.get(id(value))
+            if fqn is None and (by := getattr(value, REPLACED_BY, None)) is not None:
+                fqn = self.own.get(id(by()))
+            if fqn is not None:
+                self.followed.parameters[at.name] = at, fqn
+            elif isinstance(value, DTensor) and at.can_be_input():
+                self.followed.inputs[at.name] = at
+            else:
+                continue
+            self.learned = True
+        if self.learned and self.reads.on:
+            raise TraceAgain
+
     def _learn_write(self, written: Tensor) -> None:
         """Raise TraceAgain, with a tensor that modules or containers hold as an input: forward is about to write into it."""
         found = [leaf for place, value in self.guards() for leaf in leaf_places(place, value)]
@@ -239,7 +284,8 @@ class Trace:
         if not torch.is_grad_enabled():
             return []
         found = [leaf for place, value in self.guards() for leaf in leaf_places(place, value)]
-        return [p for p, value in found if isinstance(value, Tensor) and value.requires_grad]
+        own = self.followed.parameters
+        return [p for p, value in found if isinstance(value, Tensor) and value.requires_grad and p.name not in own]
 
     def guards(self) -> list[tuple[Place, Any]]:
         """Of a dict that forward changes only the items that it reads."""

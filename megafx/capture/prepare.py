@@ -17,10 +17,11 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import LIBRARIES, Reads
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
+from megafx.ir.source_lines import current_user_line, is_installed, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -240,6 +241,10 @@ def replacements(
         for each_of in left.functions():
             table.append(Replacement(each_of, "__code__", functools.partial(_code_of, left, each_of), why))
 
+    why = "whether a compiler is at work: the user's own code does in a graph what it does in eager mode"
+    table += [Replacement(torch.compiler.is_compiling, "__code__", lambda old: _is_compiling.__code__, why)]
+    table += [Replacement(torch.compiler.is_exporting, "__code__", lambda old: _is_exporting.__code__, why)]
+
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
 
@@ -252,6 +257,31 @@ def replacements(
     for fqn, layer in droppable_layers(model):
         table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
     return table
+
+
+def _is_compiling() -> bool:
+    import sys
+
+    from megafx.capture.prepare import compiles_for
+
+    return compiles_for(sys._getframe(1), "_is_compiling_flag")
+
+
+def _is_exporting() -> bool:
+    import sys
+
+    from megafx.capture.prepare import compiles_for
+
+    return compiles_for(sys._getframe(1), "_is_exporting_flag")
+
+
+def compiles_for(frame: FrameType, flag: str) -> bool:
+    """What a function of torch.compiler answers the code of this frame: libraries have forms that can be traced."""
+    file = frame.f_code.co_filename
+    return (is_installed(file) or file.startswith(_TORCH)) and bool(getattr(torch.compiler, flag))
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _cumulative(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,6 +30,18 @@ from torch import nn
 from megafx.capture.code_names import chains, codes, names_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
+from megafx.ir.holders import (
+    BACKENDS,
+    ENVIRONMENT,
+    SETTINGS,
+    Current,
+    Default,
+    NamesOf,
+    OwnAttributes,
+    Setting,
+    SizesOf,
+    is_backend,
+)
 from megafx.ir.python_state import (
     ABSENT,
     PLAIN,
@@ -249,13 +260,15 @@ class Reads:
 
     def _note_table(self, owner: Any, attributes: Any, name: str, where: str) -> None:
         """A parameter or buffer: whether it is there, and the sizes of a buffer, which forward may replace. (What it holds is
-        an input.)"""
+        an input.) Of a module outside of the model, it is a tensor like others."""
         buffers = attributes.get("_buffers", {}) if attributes is not None else {}
-        if buffers.get(name) is not None:
+        if buffers.get(name) is not None and id(owner) in self.own:
             sizes = SizesOf(buffers, name)
             self.alive.append(sizes)
             self.places[id(buffers), f"sizes of {name}"] = Place(sizes, "sizes", f"{where}.shape")
         for table in TABLES[:2]:
+            if id(owner) not in self.own and (value := (attributes or {}).get(table, {}).get(name)) is not None:
+                self._take((id(attributes[table]), name), Place(attributes[table], name, where), value)
             if attributes is not None and attributes.get(table, {}).get(name, ABSENT) is None:
                 key = id(attributes[table]), name
                 self.places.setdefault(key, Place(attributes[table], name, where))
@@ -267,7 +280,7 @@ class Reads:
         if (known := self.names.get(id(owner))) is None:
             return
         attributes = _attributes(owner)
-        holder = _Names(attributes)
+        holder = NamesOf(attributes)
         self._take((id(attributes), "__dict__"), Place(holder, "names", f"{known}.__dict__".lstrip(".")), holder.names)
         for name, value in attributes.items():
             if name not in IGNORED and isinstance(value, PLAIN):
@@ -311,13 +324,17 @@ class Reads:
             if referent is not None:
                 self._reach(referent, Place(None, place.key, f"{place.name}()", place.line))
         elif isinstance(value, ContextVar):
-            self._take((id(value), "value"), Place(_Current(value), "value", f"{place.name}.get()", place.line), None)
+            self._take((id(value), "value"), Place(Current(value), "value", f"{place.name}.get()", place.line), None)
         elif isinstance(value, threading.local):
             for name, part in vars(value).items():
                 self._take((id(value), name), Place(value, name, f"{place.name}.{name}", place.line), part)
         elif not isinstance(value, (torch.Tensor, type, types.ModuleType, *PLAIN)) and id(value) not in self.names:
             self._know(value, place.name)
-            if not isinstance(value, nn.Module):
+            if isinstance(value, nn.Module):  # outside of the model: in a list, a closure
+                for name, inside in value.named_modules():
+                    if id(inside) not in self.names:
+                        self._know(inside, f"{place.name}.{name}")
+            else:
                 self._follow(type(value))
                 self.met(value, place.name)
                 for base in type(value).__mro__:
@@ -331,7 +348,10 @@ class Reads:
 
     def _follow(self, cls: type) -> None:
         """Note reads of the instances of a class of the user."""
-        if cls in self.patched or cls.__module__.partition(".")[0] in LIBRARIES or issubclass(cls, nn.Module):
+        known = _of_library(cls) and not cls.__module__.startswith(
+            "torch.optim"
+        )  # rates of optimizers and schedules change
+        if cls in self.patched or known or issubclass(cls, nn.Module):
             return
         old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
         try:
@@ -392,7 +412,7 @@ class Reads:
             return
         self._code_seen.add(id(function))
         self.alive.append(function)
-        for default in _Default.all_of(function):
+        for default in Default.all_of(function):
             if parts_of(default.value) is not None:
                 name = self._name_of(
                     (id(function), default.name), f"the default '{default.name}' of {function.__name__}"
@@ -485,6 +505,8 @@ class Reads:
         library = _library_of(value)
         if isinstance(value, types.ModuleType):
             self._bound(place)
+            if library:
+                self._note_setting(value, rest, place)
             if rest and not library and rest[0] in vars(value):
                 self._note_name(Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line), rest[1:])
             return
@@ -505,9 +527,23 @@ class Reads:
                 at = Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(vars(value)), rest[0]), at, at.get())
         elif callable(value) and library and not isinstance(value, (_MEMO, partial, types.MethodType, nn.Module)):
+            self._note_setting(value, rest, place)
             return self._bound(place)
         if key not in self.places:
             self._take(key, place, value)
+
+    def _note_setting(self, value: Any, rest: list[str], place: Place) -> None:
+        """value: a library's module or function, of which code reads the attributes `rest`: settings of torch."""
+        holder, name = None, ""
+        for name in rest:
+            if not isinstance(value, types.ModuleType) and not type(value).__module__.startswith(BACKENDS):
+                return
+            holder, value = value, getattr(value, name, ABSENT)
+        if value in SETTINGS if callable(value) else isinstance(value, PLAIN) and is_backend(holder):
+            setting = Setting(value) if callable(value) else Setting(getattr, (holder, name))
+            self.places.setdefault(
+                (hash(setting), "text"), Place(setting, "text", ".".join((place.name, *rest)), place.line)
+            )
 
     def _bound(self, place: Place) -> None:
         """place: of a name that holds nothing, or a module, a class or a library's function: another may be put there."""
@@ -536,109 +572,6 @@ def _library_of(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in LIBRARIES
     return _of_library(value if isinstance(value, type) else type(value))
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The names of an object's attributes."""
-
-    attributes: Mapping[str, Any]
-
-    @property
-    def names(self) -> str:
-        return " ".join(self.attributes)
-
-
-@dataclass(unsafe_hash=True)
-class _Current:
-    """What a context variable holds."""
-
-    variable: ContextVar[Any]
-
-    @property
-    def value(self) -> Any:
-        return self.variable.get(ABSENT)
-
-    @value.setter
-    def value(self, new: Any) -> None:
-        self.variable.set(new)
-
-
-@dataclass(frozen=True)
-class SizesOf:
-    """The sizes of a buffer. table: of its module."""
-
-    table: Mapping[str, Any]
-    name: str
-
-    @property
-    def sizes(self) -> Any:
-        buffer = self.table.get(self.name)
-        return None if buffer is None else buffer.shape
-
-
-class OwnAttributes:
-    """Those that a class itself has, not its bases."""
-
-    def __init__(self, cls: type) -> None:
-        vars(self)["cls"] = cls
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return vars(self.cls)[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.cls, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.cls, name)
-
-
-@dataclass(eq=False)
-class _Default:
-    """The default of an argument."""
-
-    function: types.FunctionType
-    name: str
-    position: int | None
-
-    @staticmethod
-    def all_of(function: types.FunctionType) -> Iterator[_Default]:
-        """Those of a function."""
-        code, defaults = function.__code__, function.__defaults__ or ()
-        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        yield from (_Default(function, name, i) for i, name in enumerate(names))
-        yield from (_Default(function, name, None) for name in function.__kwdefaults__ or ())
-
-    @property
-    def value(self) -> Any:
-        if self.position is None:
-            return (self.function.__kwdefaults__ or {}).get(self.name, ABSENT)
-        return (self.function.__defaults__ or ())[self.position]
-
-    @value.setter
-    def value(self, new: Any) -> None:
-        if self.position is None:
-            (self.function.__kwdefaults__ or {})[self.name] = new
-            return
-        defaults = [*(self.function.__defaults__ or ())]
-        defaults[self.position] = new
-        self.function.__defaults__ = tuple(defaults)
-
-
-class _Environment:
-    """Variables of the environment as attributes."""
-
-    def __getattr__(self, name: str) -> str:
-        try:
-            return os.environ[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-ENVIRONMENT = _Environment()
 
 
 def _reader() -> types.FrameType:

@@ -9,10 +9,13 @@ cannot leave behind is an error.
 from __future__ import annotations
 
 import copy
+import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from megafx.ir.python_state import (
     put_items,
     same,
 )
+from megafx.ir.source_lines import is_user_file
 
 
 @dataclass(eq=False)
@@ -160,6 +164,7 @@ class Writes:
 
     def _changes(self) -> Iterator[tuple[Place, Any, bool]]:
         self.compared: set[int] = set()  # containers: one may be at several places
+        attributes_seen = {(id(attributes), key) for attributes, _, old in self.before for key in {**old, **attributes}}
         for attributes, name, old in self.before:
             for key in {**old, **attributes}:
                 if key not in IGNORED:
@@ -173,7 +178,8 @@ class Writes:
             for key in [key for key in buffers if buffers[key] is not was.get(key)]:
                 yield Place(buffers, key, f"{name}.{key}".lstrip(".")), buffers[key], False
         for place, old_value in self.globals:
-            yield from self._change(place, old_value)
+            if (id(place.holder), place.key) not in attributes_seen:  # a tuple that was read, then replaced
+                yield from self._change(place, old_value)
 
     def _check_table(self, table: dict[str, Any], name: str) -> None:
         """Raise if forward has made or taken away a parameter or submodule."""
@@ -207,7 +213,7 @@ class Writes:
             for key in {**old, **held}:
                 at = Place(None, key, f"{place.name}[{key!r}]", line, place)
                 for change in self._change(at, old.get(key, ABSENT)):
-                    if type(value) is dict:
+                    if type(place.get()) in WATCHED:
                         self.dicts[place.name] = place
                     yield change
         elif isinstance(value, deque):
@@ -395,6 +401,55 @@ class WatchedDict(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.written.add(key)
         super().__setitem__(key, value)
+
+
+_NOTES = ("on", "read", "read_whole", "written")
+
+
+class _Watched:
+    """Replaces a namespace that forward changes, as WatchedDict a dict."""
+
+    __slots__ = ()
+    on: bool
+    read: set[str]
+    written: set[str]
+    read_whole: bool
+
+    def __getattribute__(self, name: str) -> Any:
+        plain = object.__getattribute__
+        if name == "__dict__" and is_user_file(sys._getframe(1).f_code.co_filename):  # also by vars()
+            self.read_whole |= self.on
+        elif not name.startswith("__") and name not in _NOTES and self.on and name not in self.written:
+            self.read.add(name)
+        return plain(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _NOTES:
+            self.written.add(name)
+        object.__setattr__(self, name, value)
+
+
+class _WatchedSimple(_Watched, SimpleNamespace):
+    __slots__ = _NOTES
+
+
+class _WatchedArguments(_Watched, Namespace):
+    __slots__ = _NOTES
+
+
+WATCHED: Mapping[type, type] = {dict: WatchedDict, SimpleNamespace: _WatchedSimple, Namespace: _WatchedArguments}
+
+
+def watched(value: Any) -> Any:
+    """A dict or namespace of the same items that knows which of them forward reads before it writes them."""
+    made: Any = WATCHED[type(value)]
+    if made is WatchedDict:
+        return WatchedDict(value)
+    new = made.__new__(made)
+    for name, start in (("on", True), ("read", set()), ("written", set()), ("read_whole", False)):
+        setattr(new, name, start)
+    vars(new).update(vars(value))
+    return new
 
 
 def _reads_list(name: str) -> Callable[..., Any]:

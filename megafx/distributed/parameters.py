@@ -6,6 +6,7 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
+from megafx.ir.python_state import REPLACED_BY
 from megafx.placements.tensors import shard_tensor
 from megafx.placements.types import I, Nested, Placement, nested
 
@@ -222,6 +224,7 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
             vars(made[id(param)])[NAME] = fqn
             vars(param)[optimizers.REPLACED] = fqn
+            vars(param)[REPLACED_BY] = weakref.ref(made[id(param)])
             new.add(id(made[id(param)]))
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)

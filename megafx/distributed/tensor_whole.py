@@ -215,7 +215,9 @@ class GradientForm:
     def __init__(self, spec: DTensorSpec | None, kind: type[DTensor]) -> None:
         self.spec, self.kind = spec, kind
 
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # of a parameter that this call does not use
+            return None
         if isinstance(grad, DTensor) and self.spec is not None and grad._spec.placements == self.spec.placements:
             return grad
         if isinstance(grad, (DTensor, LazyView)):

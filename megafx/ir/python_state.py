@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from megafx.errors import SourceLine
 
@@ -41,6 +42,9 @@ NAMESPACES = (
 )
 BUFFERS = (np.ndarray, bytearray, array.array)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
+REPLACED_BY = (
+    "_megafx_replaced_by"  # attribute of a parameter: a weak reference to the one that the model has in its place
+)
 _left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
@@ -105,7 +109,7 @@ class Place:
             if kind is None:
                 return getattr(holder, self.key, ABSENT)
             return kind.__getitem__(holder, self.key)
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, TypeError):  # the last where a list is now in place of a dict
             return ABSENT
         except ValueError:
             if isinstance(holder, types.CellType):  # of a variable that has no value yet
@@ -320,6 +324,9 @@ class PythonState:
     counters: Sequence[Place] = ()
 
     def __post_init__(self) -> None:
+        self._without_gradient = [p for p in self.inputs.values() if not _requires_grad(p.get())]
+        read = [x for place, wanted in self.guards for _, x in leaf_places(place, wanted)]
+        self._constants = [x for x in read if isinstance(x, torch.Tensor) and not x.requires_grad]
         self._bind()
 
     def __deepcopy__(self, memo: Any) -> PythonState:
@@ -368,7 +375,13 @@ class PythonState:
             self._add(inside, part_key, part, wanted.parts[part_key], True)
 
     def holds(self) -> bool:
-        """True if every place holds what it held at capture, and numbers that forward writes lead to the same decisions."""
+        """True if every place holds what it held at capture, and numbers that forward writes lead to the same decisions.
+        Tensors require a gradient only if they did."""
+        if torch.is_grad_enabled() and (
+            any([_requires_grad(place.get()) for place in self._without_gradient])
+            or any([x.requires_grad for x in self._constants])
+        ):
+            return False
         return (self._is_the_same() or not self.changed()) and all([same(now(), was) for now, was in self.decisions])
 
     def _is_the_same(self) -> bool:
@@ -405,18 +418,27 @@ class PythonState:
         before: the values of the inputs then."""
         found = [] if self._is_the_same() else self.changed()
         read = [(p, before[name]) for name, p in self.inputs.items() if isinstance(p, Place) and name in before]
-        found += [p for p, was in read if not same(p.get(), was)]
+        found += [p for p, was in read if not same(now := p.get(), was) and not isinstance(now, DTensor)]
         return [p for p in found if self.latest.get(p.outermost.name, 1) > 0]
 
     def values(self) -> dict[str, Any]:
         """Of the inputs, now."""
-        return {name: place.get() for name, place in self.inputs.items()}
+        return {name: whole(place.get()) for name, place in self.inputs.items()}
 
     def give(self, written: Mapping[str, list[Any]]) -> None:
         """Leave behind what forward would have. Numbers follow from what was there before, so all are computed first."""
         values = [(write, write.values(written.get(name, []))) for name, write in self.writes.items()]
         for write, value in values:
             write.give(value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def whole(value: Any) -> Any:
+    """A sharded tensor as a plain one (collective); other values as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def names(places: Sequence[Place]) -> str:

@@ -82,6 +82,11 @@ def is_user_file(file: str) -> bool:
     return not (file.startswith(_WRAPPERS) or file.replace(os.sep, "/").endswith(_WRAPPER_ENDS))
 
 
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
+
+
 def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root: str) -> str:
     """Path, relative to `root`, of the deepest module on the stack ('' is the root itself)."""
     if not nn_module_stack:

@@ -41,6 +41,7 @@ from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack
+from megafx.runtime.hooks_of_absent import before_autograd_comes, only_with_gradients
 from megafx.runtime.hooks_on_outputs import Waiting, called_for, refused, watch
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
@@ -175,6 +176,7 @@ class BoundGraph:
         # Those on which most depend come last: users of an output have fewer users than it has.
         self.siblings = dict(sorted(((i, x) for i, x in users.items() if x[1]), key=lambda item: len(item[1][1])))
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
+        self.given = [k for k in self.conditional if compiled.wrt[k] not in self.slot_of]  # inputs of the user
 
     def _users(self, name: str) -> frozenset[int]:
         """Outputs that depend on an output, or may by way of modules that stay eager."""
@@ -245,6 +247,9 @@ class BoundGraph:
                     x.detach() if x is not None and i in self.without_edge else x
                     for i, x in zip(compiled.wrt, wrt, strict=True)
                 ]
+            for k in self.given:  # of an input that is no leaf, backward does not find them
+                if (given := wrt[k]) is not None and not given.is_leaf:
+                    only_with_gradients(given)
             step = _Step(self, inputs, call)
             step.again = Again(self, inputs, user, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
@@ -623,7 +628,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        return (None, *ctx.step.backward(tangents, [edge for edge, _ in ctx.next_functions], ctx.specs))
+        return (None, *_backward(ctx, ctx.step, tangents))
 
 
 class _Outputs(torch.autograd.Function):
@@ -662,7 +667,18 @@ class _Anchor(torch.autograd.Function):
                 fix="keep the output of the call until backward, or call backward before the next call",
             )
         tangents, step.tangents = step.tangents or [None] * len(step.layouts), []
-        return (None, *step.backward(tangents, [edge for edge, _ in ctx.next_functions], ctx.specs))
+        return (None, *_backward(ctx, step, tangents))
+
+
+def _backward(ctx: Any, step: _Step, tangents: Sequence[Any]) -> list[Any]:
+    """The gradients that a node returns, one for each of `wrt`."""
+    edges = [edge for edge, _ in ctx.next_functions]
+    gradients = step.backward(tangents, edges, ctx.specs)
+    every = torch.is_grad_enabled() or all(x is None for x in tangents)
+    before_autograd_comes(
+        edges[i] for i in (range(len(edges)) if every else step.graph.conditional) if gradients[i] is None
+    )
+    return gradients
 
 
 def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:

@@ -32,7 +32,8 @@ from megafx.ir.program import Program
 from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
-from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest, is_installed
+from megafx.ir.source_lines import is_installed
+from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest
 from megafx.runtime.stored_state import lines
 
 # -- code, packages and the environment

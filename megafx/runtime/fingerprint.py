@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import sys
 import types
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from torch import nn
 
 from megafx.capture.reads import LIBRARIES
 from megafx.ir.python_state import ABSENT, PLAIN, VARIES, Container
+from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
 from megafx.runtime.guards import DirectCall
 
@@ -167,11 +167,6 @@ def _is_of_package(function: types.FunctionType) -> bool:
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is function and is_installed(function.__code__.co_filename)
-
-
-def is_installed(path: str) -> bool:
-    """Whether a file belongs to an installed package."""
-    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 
 def _variables(function: types.FunctionType) -> list[Any]:

@@ -22,13 +22,16 @@ import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import CacheState, states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
-from megafx.errors import UsageError
+from megafx.errors import CaptureError, UsageError
 from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses
+from megafx.ir.program import Input, Program
+from megafx.ir.python_state import whole
 from megafx.runtime.cache_shard import CacheShard
 
 
@@ -55,6 +58,8 @@ class Call:
     ) -> Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
+        if any([isinstance(x, DTensor) for x in pytree.tree_leaves(tree)]):  # a parameter, or what was computed of some
+            tree = pytree.tree_map(whole, tree)
         leaves, spec = pytree.tree_flatten(tree)
         while register_dataclasses(leaves):
             leaves, spec = pytree.tree_flatten(tree)
@@ -283,6 +288,30 @@ def _digest(value: Any) -> str:
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:
     """What of the parameters is baked into a graph: requires_grad, dtype, on CUDA or not."""
     return tuple([x for p in params for x in (p.requires_grad, p.dtype, p.is_cuda)])
+
+
+class Wanted(set[str]):
+    """Names of the inputs whose gradient is wanted."""
+
+    def __call__(self, spec: Input) -> bool:
+        return not self.isdisjoint((spec.name, *spec.aliases))
+
+
+def want_state(wants: Any, program: Program, grad: bool, *, reduced: bool) -> None:
+    """Add tensors in Python objects that a capture has made inputs. wants: `Wanted`; None where nothing required a gradient.
+    reduced: data-parallel ranks reduce gradients, of the model's parameters alone."""
+    state = program.call.state.inputs if grad and program.call is not None else {}
+    found = {n: p for n, p in state.items() if isinstance(x := p.get(), torch.Tensor) and x.requires_grad}
+    for name, place in found.items():
+        if wants is None or (reduced and place.get().is_leaf):
+            why = "data-parallel ranks would not reduce its gradient" if reduced else "no parameter and no input does"
+            raise CaptureError(
+                f"forward reads '{name}', which requires a gradient and is no parameter of the model; {why}",
+                source=getattr(place, "line", None),
+                fix="register it (model.register_parameter, or the module that holds it as a submodule)",
+            )
+    if isinstance(wants, Wanted):
+        wants.update(f"state[{name}]" for name in found)
 
 
 # -- calls inside of torch.func's transforms: graphs know backward alone, so they take no part in these

@@ -64,6 +64,7 @@ from megafx.runtime.keys import (
     Call,
     KeyMaker,
     Normalizer,
+    Wanted,
     describe,
     labels_of,
     module_state,
@@ -71,6 +72,7 @@ from megafx.runtime.keys import (
     parameter_state,
     refuse_tangents,
     transform_around,
+    want_state,
 )
 from megafx.runtime.model_state import Boards, ModelState
 from megafx.runtime.program_cache import Situation, tell
@@ -389,8 +391,7 @@ class Runtime:
         if graph is None:
             return None, None
         with self._capturing(grad):
-            wanted = self._planner(call, grad).training
-            program = self._capture(call, varying, graph.state_places(), training=False, grad=wanted, fixed=small)
+            program = self._capture(call, varying, graph.state_places(), training=False, grad=grad, fixed=small)
         assert program.call is not None
         same = graph.compiled.spec.prove(small, program.call) and graph.fits(call)
         return (graph, None) if same else (None, program)
@@ -425,9 +426,10 @@ class Runtime:
         is_training = planner.training and all(m.training for m in self.modules)
 
         def capture(training: bool) -> Program:
-            if not training and (made := captured or example) is not None:
-                return made
-            return self._capture(call, varying, state, training=training, grad=planner.training)
+            made = None if training else captured or example
+            made = made or self._capture(call, varying, state, training=training, grad=grad)
+            want_state(planner.wants_grad, made, grad, reduced=self.meshes.data is not None)
+            return made
 
         about = (is_training, sorted(varying), [(n, type(p.get()).__name__) for n, p in sorted(state.items())])
         situation = None if captured is not None else self._situation("graph", call, planner, about)
@@ -539,15 +541,14 @@ class Runtime:
     def _planner(self, call: Call, grad: bool, state: Mapping[str, Place] = MappingProxyType({})) -> Planner:
         """The record of one compile. Gradients are wanted of what requires them, where any does."""
         values = [*zip(call.names(), call.leaves, strict=True), *((f"state[{n}]", p.get()) for n, p in state.items())]
-        tensors = [(n, v) for n, v in values if isinstance(v, torch.Tensor)]
-        stored = [(n, p) for n, slot in self.state.slots.items() if (p := slot.get()) is not None]
-        wanted = {n for n, x in (*stored, *tensors) if x.requires_grad} if grad else set()
+        values += [(n, slot.get()) for n, slot in self.state.slots.items()]
+        wanted = Wanted(n for n, x in values if grad and isinstance(x, torch.Tensor) and x.requires_grad)
         return Planner(
             self.config,
             self.t,
             self.hardware,
             self.meshes.data,
-            wants_grad=(lambda spec: bool(wanted & {spec.name, *spec.aliases})) if wanted else None,
+            wants_grad=wanted or None,
             agree=self._plan_of_rank_0,
             caches=dict(self.settled.caches),
             axes=self._axes(),

@@ -15,11 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from megafx.capture.reads import ENVIRONMENT, LIBRARIES, TABLES, OwnAttributes, SizesOf
+from megafx.capture.reads import LIBRARIES, TABLES
 from megafx.errors import SourceLine
+from megafx.ir.holders import ENVIRONMENT, OwnAttributes, SizesOf
 from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
+from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
-from megafx.runtime.fingerprint import Fingerprint, is_installed
+from megafx.runtime.fingerprint import Fingerprint
 
 _KEYS = (str, int, bool, type(None))
 

@@ -138,3 +138,53 @@ def a_state_is_detached_in_forward(loop: Loop) -> None:
             out[0].backward()
             loop.see(loss=loop.mean(out[0]))
         loop.see_gradients(model)
+
+
+class Teaching(nn.Module):
+    """Two linears of one module read the same values; one of them under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.taught, self.teacher = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 6)
+
+    @torch.no_grad()
+    def target(self, h: Tensor) -> Tensor:
+        return self.teacher(h) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return (self.taught(h) - self.target(h)).square().mean()
+
+
+@situation(DECAYED, data=("fsdp",))
+def a_linear_under_no_grad_is_merged_with_another(loop: Loop) -> None:
+    model = loop.model(Teaching())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for _ in range(2):
+        model(loop.rows(torch.randn(4, 6))).backward()
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/40566", data=("ddp",))
+def hooks_of_parameters_and_inputs_that_have_no_gradient(loop: Loop) -> None:
+    """`lambda g: g * 2` is not called with None, nor one for accumulated gradients, though earlier ones are there."""
+
+    class Apart(Heads):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(torch.relu(self.body(x))), self.second(y)
+
+    model, seen = loop.model(Apart()), []
+    model(loop.rows(torch.randn(4, 8)), loop.rows(torch.randn(4, 16)))
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g: g * 2)
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    for chosen in (0, 1, 1, 0):
+        y = loop.rows(torch.randn(4, 16)).requires_grad_()
+        given = y * 2
+        given.register_hook(lambda g: (seen.append("y"), g * 3)[1])
+        model(loop.rows(torch.randn(4, 8)), given)[chosen].square().mean().backward()
+        loop.see(seen=sorted(seen))
+        loop.see_gradients(model)

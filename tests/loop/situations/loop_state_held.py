@@ -168,3 +168,39 @@ def forward_enters_inference_mode_and_leaves_gradients_off(loop: Loop) -> None:
     loop.see(on=torch.is_grad_enabled(), loss=loss, calls=Counted.calls)
     torch.set_grad_enabled(True)
     loop.see_gradients(model)
+
+
+class Settled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if torch.are_deterministic_algorithms_enabled():
+            h = h * 2
+        if torch.get_float32_matmul_precision() == "high":
+            h = h + 1
+        if torch.is_grad_enabled():
+            h = h * 5
+        return h * 3 if torch.backends.cudnn.benchmark or torch.compiler.is_compiling() else h
+
+
+@situation(THREAD, ranks=(1,))
+def settings_of_torch_are_changed(loop: Loop) -> None:
+    """And whether gradients are on, where no parameter wants one. A capture is no compiler that the user has asked for."""
+    model = loop.model(Settled())
+    _step(loop, model)
+    torch.use_deterministic_algorithms(True)
+    _step(loop, model)
+    torch.use_deterministic_algorithms(False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    _step(loop, model)
+    torch.set_float32_matmul_precision(before)
+    with torch.backends.cudnn.flags(benchmark=True):
+        _step(loop, model)
+    frozen, x = loop.model(Settled().requires_grad_(False)), torch.randn(2, 3, 8)
+    loop.see(on=frozen(x))
+    with torch.no_grad():
+        loop.see(off=frozen(x))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,3 +143,61 @@ def an_object_of_before_is_put_somewhere_else(loop: Loop) -> None:
     if not loop.eager:
         with pytest.raises(CaptureError, match=r"a \S+Record\) in a way that a graph cannot follow"):
             model(torch.randn(3, 6))
+
+
+@situation(STATE)
+def namespaces_and_tuples_are_states(loop: Loop) -> None:
+    """Forward writes attributes of namespaces, reads those of the call before, and passes a recurrent cell's tuple on."""
+
+    def keep(m: Any, h: Tensor, y: Tensor) -> None:
+        space = m.kept
+        if space.last is not None:
+            m.many = [(h * space.last).mean()]
+        space.last, space.calls = h.detach().mean(0), space.calls + 1
+        space.twice = space.calls * 2
+
+    for kind in (types.SimpleNamespace, argparse.Namespace):
+        model = loop.model(Keeping(keep))
+        model.kept = space = kind(last=None, calls=0)
+        for _ in range(4):
+            model(torch.randn(3, 6)).square().sum().backward()
+            loop.see(last=space.last, calls=space.calls, twice=space.twice, many=model.many)
+        loop.see_gradients(model)
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.state = nn.LSTMCell(6, 5), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state: Any = self.cell(x, self.state)
+            return self.state[0]
+
+    model = loop.model(Recurrent())
+    for number in range(4):
+        y = model(torch.randn(3, 6))
+        y.square().sum().backward()
+        loop.see(y=y, cell=model.state[1])
+        model.state = None if number == 2 else tuple(x.detach() for x in model.state)
+    loop.see_gradients(model)
+
+
+@situation(STATE, ranks=(1,))
+def a_container_of_another_kind_takes_the_place(loop: Loop) -> None:
+    class Matching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.options = nn.Linear(6, 6), {"scale": 2.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            match self.options:
+                case {"scale": scale}:
+                    return self.linear(x) * scale
+                case [scale, shift]:
+                    return self.linear(x) * scale + shift
+            return self.linear(x)
+
+    model, x = loop.model(Matching()), torch.randn(3, 6)
+    for options in ({"scale": 3.0}, {"scale": 4.0}, [2.0, 1.0], (3.0, 1.0), {}, {"scale": 5.0}):
+        model.options = options
+        loop.see(y=model(x))
