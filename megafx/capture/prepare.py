@@ -17,11 +17,10 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +58,7 @@ from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import LIBRARIES, Reads
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_installed, is_user_file, trace_of_forward
+from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -262,7 +261,7 @@ def replacements(
 def _is_compiling() -> bool:
     import sys
 
-    from megafx.capture.prepare import compiles_for
+    from megafx.ir.source_lines import compiles_for
 
     return compiles_for(sys._getframe(1), "_is_compiling_flag")
 
@@ -270,18 +269,9 @@ def _is_compiling() -> bool:
 def _is_exporting() -> bool:
     import sys
 
-    from megafx.capture.prepare import compiles_for
+    from megafx.ir.source_lines import compiles_for
 
     return compiles_for(sys._getframe(1), "_is_exporting_flag")
-
-
-def compiles_for(frame: FrameType, flag: str) -> bool:
-    """What a function of torch.compiler answers the code of this frame: libraries have forms that can be traced."""
-    file = frame.f_code.co_filename
-    return (is_installed(file) or file.startswith(_TORCH)) and bool(getattr(torch.compiler, flag))
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _cumulative(old: Callable[..., Any]) -> Callable[..., Any]:

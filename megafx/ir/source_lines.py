@@ -87,6 +87,13 @@ def is_installed(path: str) -> bool:
     return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 
+def compiles_for(frame: FrameType, flag: str) -> bool:
+    """What a function of torch.compiler, that of this flag, answers code of a frame. Libraries have forms that can be traced;
+    the user's own code does in a graph what it does in eager mode."""
+    file = frame.f_code.co_filename
+    return (is_installed(file) or file.startswith(_TORCH)) and bool(getattr(torch.compiler, flag))
+
+
 def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root: str) -> str:
     """Path, relative to `root`, of the deepest module on the stack ('' is the root itself)."""
     if not nn_module_stack:

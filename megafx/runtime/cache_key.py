@@ -29,10 +29,10 @@ from torch import nn
 from megafx.capture.reads import LIBRARIES
 from megafx.debugging import current
 from megafx.ir.program import Program
+from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
-from megafx.ir.source_lines import is_installed
 from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest
 from megafx.runtime.stored_state import lines
 

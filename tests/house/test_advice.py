@@ -16,6 +16,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
     "<what> cannot cut the <of>: <what>, which would s": "loop/situations/loop_data_parallel.py",
     "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",
+    "forward reads '<name>', which requires a gradient": "loop/situations/loop_held_parameters.py",
     "forward writes into its argument '<own>', which s": "loop/situations/loop_written_arguments.py",
     "with fp8, data- and context-parallel ranks scale ": "checks/test_mesh.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",

@@ -113,17 +113,25 @@ def trained_tensors_and_modules_that_are_not_registered(loop: Loop) -> None:
     train(loop, model, (scale, *model.held[0].parameters()), 2)
 
 
+def _refused_and_registered(loop: Loop, trained: bool) -> None:
+    scale = nn.Parameter(torch.randn(8))
+    held, registered = (Net(f).requires_grad_(trained) for f in (lambda m, h: h * scale, lambda m, h: h * m.scale))
+    registered.register_parameter("scale", scale)
+    x = torch.randn(4, 6)
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"(?s)is no parameter of the model; .* as a submodule"):
+            loop.model(held)(loop.rows(x))
+    train(loop, loop.model(registered))
+
+
+@situation(HIDDEN, ranks=(1,))
+def what_is_not_registered_alone_has_a_gradient(loop: Loop) -> None:
+    _refused_and_registered(loop, trained=False)
+
+
 @situation(HIDDEN, ranks=(), data=("ddp",))
 def data_parallel_ranks_do_not_reduce_what_is_not_registered(loop: Loop) -> None:
-    scale = torch.randn(8, requires_grad=True)
-    model = loop.model(Net(lambda m, h: h * scale))
-    loop.see(scale=scale)
-    if not loop.eager:
-        with pytest.raises(CaptureError, match="is no parameter of the model; data-parallel ranks"):
-            model(loop.rows(torch.randn(4, 6)))
-    model.f = lambda m, h: h * m.scale
-    model.register_parameter("scale", nn.Parameter(scale.detach()))
-    loop.see(same=True)
+    _refused_and_registered(loop, trained=True)
 
 
 @situation(RATES)
