@@ -128,6 +128,39 @@ def check_pieces(b, h, n, t, d, ranks):
             assert error < LIMITS[dtype], (rank, name, error)
 
 
+def slices():
+    """A rank's queries have the bits of one process; keys that none sees are not read, nor queries for keys."""
+    if next(COUNT) % PARTS != PART:
+        return
+    n, t = 400, 4
+    for window in (0, 70):
+        q, k, v, grad = (torch.randn(1, 2, n, 16, device=DEVICE) for _ in range(4))
+        options = (0.25, True, window, 0.0, 0, 0.0, 5)
+        whole = Inputs.of((q, k, v, None, None, None, None, None), (*options, -1, (), "tp"))
+        out, lse = attention_triton.forward(whole)
+        dq, *_ = attention_backward_triton.backward(grad, whole, out, lse)
+        for rank in range(t):
+            here = slice(rank * 100, rank * 100 + 100)
+            dark, first = (here.stop + 63) // 64 * 64, max(0, here.start - window + 1) // 64 * 64 if window else 0
+            parts = [x.clone() for x in (k, v)]
+            for x in parts:
+                x[:, :, dark:] = x[:, :, :first] = math.nan
+            cut = [x[:, :, here].contiguous() for x in (q, grad, out, lse)]
+            with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
+                x = Inputs.of((cut[0], *parts, None, None, None, None, None), (*options, 2, (1, n, 1), "tp"))
+                found = attention_triton.forward(x)
+                made, dk, _ = attention_backward_triton.backward(cut[1], x, *cut[2:])
+                early = [y.clone() for y in cut[:2]]
+                for y in early:
+                    y[:, :, :64] = math.nan
+                late = slice((here.start + 64 + 63) // 64 * 64, min(dark, n))
+                _, blind, _ = attention_backward_triton.backward(early[1], x._replace(q=early[0]), *cut[2:])
+            assert torch.equal(found[0], cut[2]) and torch.equal(found[1], cut[3]), (window, rank)
+            assert torch.equal(made, dq[:, :, here]), (window, rank)
+            assert not dk[:, :, dark:].any() and not dk[:, :, :first].any(), (window, rank)
+            assert blind[:, :, late].isfinite().all(), (window, rank)
+
+
 def main():
     torch.manual_seed(0)
     check(1, 2, 2, 70, 70, 16, 16)
@@ -194,6 +227,13 @@ def main():
     for rank in (0, 1):  # a rank's queries: their ids are those of their places in the whole sequence
         with axes.on_mesh({"tp": axes.AxisContext(rank, 2, "")}):
             check(1, 2, 1, 100, 200, 16, 16, segments=rising[None], causal=True, p=0.3, cut=(2, (1, 200, 1)))
+    slices()
+    for rank in (0, 1):  # windows, segments, no mask, two pieces (of which a tile may have parts)
+        with axes.on_mesh({"tp": axes.AxisContext(rank, 2, "")}):
+            check(1, 2, 1, 150, 300, 16, 16, window=40, causal=True, cut=(2, (1, 300, 1)))
+            check(1, 1, 1, 150, 300, 16, 16, segments=long[None], window=90, cut=(2, (1, 300, 1)))
+            check(1, 2, 2, 150, 300, 16, 16, causal=True, cut=(2, (2, 150, 1)), dtype=torch.float16)
+            check(1, 1, 1, 150, 299, 16, 16, causal=True, p=0.3, cut=(2, (1, 299, 1)), tma=False)
     for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
         with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
 from megafx.kernels.attention.attention_reference import WORKSPACE, Inputs, heads_inside, scratch
-from megafx.kernels.attention.attention_segments_triton import keys_of_segments, tokens_of_segments
+from megafx.kernels.attention.attention_segments_triton import Segments, keys_of_segments, tokens_of_segments
 from megafx.kernels.attention.attention_triton import (
     Prepared,
     coordinates,
@@ -88,7 +88,7 @@ def _query_gradient(
     LSE,  # [b, H, S] fp32 IN
     STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
     KEPT,  # decisions, int32, OUT with DROP
-    MASK, KEYS, SEGMENTS, TILES, SEED, BATCHES, HEADS, QUERIES,
+    MASK, KEYS, SEGMENTS, TILES, SEED, BATCHES, HEADS, QUERIES, BOUNDS,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
     keys_b, ids_b, tiles_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -120,7 +120,7 @@ def _query_gradient(
     at = STATS + bh.to(tl.int64) * padded + qi
     tl.store(at, lse, mask=qi < padded)
     tl.store(at + stats_apart, delta, mask=qi < padded)
-    first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    first, whole, last = key_range(q0, T, window, BOUNDS, BM, BN, CAUSAL, WINDOW)
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
         rest, lo, whole, last = keys_of_segments(
@@ -155,8 +155,9 @@ def _query_product(
     DS,  # [heads, T, S to multiples of 64] of _key_gradient, keys by queries, IN
     K,  # [b, H / G, T, E] IN
     DQ,  # [b, H, S, E] OUT
+    BOUNDS,  # as of _forward
     kb, kh, ks, gb, gh, gs, H, G, S, T, rescale, scale, first_head,
-    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MAPPED: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k, of ds that is in memory."""
@@ -169,7 +170,7 @@ def _query_product(
     b = bh // H
     h = bh % H
     qi = q0 + tl.arange(0, BM)
-    _, _, last = key_range(q0, T, 0, BM, BN, CAUSAL, False, MAPPED)
+    _, _, last = key_range(q0, T, 0, BOUNDS, BM, BN, CAUSAL, False)
     dq = tl.zeros([BM, EP], tl.float32)
     for n0 in tl.range(0, last, BN, num_stages=STAGES):
         n0 = tl.multiple_of(n0, BN)
@@ -240,6 +241,7 @@ def _key_gradient(
     KEPT,  # decisions, as _query_gradient left them, int32 IN
     DS,  # [heads, T, S to multiples of 64] OUT, or None
     MASK, KEYS, SEGMENTS, TILES, QUERIES,
+    BOUNDS,  # of attention_bounds.bounds_of_keys, int32 IN, with QUERIES
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
     keys_b, ids_b, tiles_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -260,8 +262,10 @@ def _key_gradient(
     lo = 0
     hi = S
     whole = 0  # rows [whole, hi) see every key of the block
-    if QUERIES is not None:
-        whole = S
+    if BOUNDS is not None:
+        lo = tl.load(BOUNDS + block * 3)
+        whole = tl.load(BOUNDS + block * 3 + 1)
+        hi = tl.load(BOUNDS + block * 3 + 2)
     else:
         if CAUSAL:
             lo = tl.minimum(n0 // BM * BM, S)
@@ -276,12 +280,20 @@ def _key_gradient(
         seen = hi
     if TILES is not None:
         near, last, same, beyond = tokens_of_segments(TILES, b.to(tl.int64) * tiles_b, n0, T)
-        lo = tl.maximum(lo, near // BM * BM)
-        hi = tl.minimum(hi, last)
-        seen = tl.maximum(tl.maximum(lo, whole), tl.cdiv(same, BM) * BM)
-        end = tl.maximum(seen, tl.minimum(hi, beyond) // BM * BM)
-        gap = end - seen
-        edges = hi - gap
+        if BOUNDS is not None:  # tokens of the whole sequence -> queries here
+            here = BOUNDS + blocks * 3
+            lo = tl.maximum(lo, tl.load(here + near // 64) // BM * BM)
+            hi = tl.minimum(hi, tl.load(here + tl.cdiv(T, 64) + 1 + tl.cdiv(last, 64)))
+            edges = hi
+            seen = hi
+            end = hi
+        else:
+            lo = tl.maximum(lo, near // BM * BM)
+            hi = tl.minimum(hi, last)
+            seen = tl.maximum(tl.maximum(lo, whole), tl.cdiv(same, BM) * BM)
+            end = tl.maximum(seen, tl.minimum(hi, beyond) // BM * BM)
+            gap = end - seen
+            edges = hi - gap
     for g in range(G):
         h = kv * G + g
         bh = b * H + h
@@ -353,6 +365,7 @@ def backward(
     apart, step, weights, _ = scratch(*plan, workspace, separate)
     kept = torch.empty(weights // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
     ds = torch.empty(weights, dtype=c.q.dtype, device=c.q.device) if apart else None
+    of_keys = c.segments if c.where is None else Segments.of(x.segments, None, c.t, c.t)
     for head in range(0, c.b * c.n, step):  # of k and v
         heads = min(step, c.b * c.n - head)
         bm, bn, tma = first["BM"], first["BN"], first["TMA"]
@@ -360,7 +373,7 @@ def backward(
             _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
-            c.segments.ids, c.segments.tiles, c.seed, *c.maps,
+            c.segments.ids, c.segments.tiles, c.seed, *c.maps, c.bounds_of_queries(bm, bn),
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
             *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, c.share,
             x.scale, head * groups, padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)},
@@ -371,17 +384,18 @@ def backward(
             _key_gradient, (triton.cdiv(c.t, bn) * heads,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
-            c.segments.ids, c.segments.tiles if c.maps[2] is None else None, c.maps[2],
+            c.segments.ids, of_keys.tiles, c.maps[2], c.bounds_of_keys(bn),
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.segments.strides, *c.sizes[:5], c.rescale, *c.factors,
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *of_keys.strides, *c.sizes[:5], c.rescale, *c.factors,
             x.scale, head, padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
         if ds is not None:
             bm, bn, tma = last["BM"], last["BN"], last["TMA"]
             launch(
                 _query_product, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
-                ds, described(c.k, bn, ep, tma), dq, *c.k.stride()[:3], *dq.stride()[:3], *c.sizes[:4], c.rescale,
-                x.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=x.causal, MAPPED=c.maps[2] is not None,
+                ds, described(c.k, bn, ep, tma), dq, c.bounds_of_queries(bm, bn),
+                *c.k.stride()[:3], *dq.stride()[:3], *c.sizes[:4], c.rescale,
+                x.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=x.causal,
                 PRECISION=c.flags["PRECISION"], **last | {"GROUP": math.gcd(last["GROUP"], heads * groups)},
             )  # fmt: skip
     return dq, dk, dv

@@ -66,17 +66,25 @@ def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
 
 def positions(size: int, dim: int, draw: Draw, device: torch.device) -> Tensor | None:
     """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
+    found = where_is(size, dim, draw)
+    return None if found is None else places_of(*found, str(device))
+
+
+Where = tuple[int, tuple[int, ...], int, int, int]  # size, layout, rank, ranks, elements before
+
+
+def where_is(size: int, dim: int, draw: Draw) -> Where | None:
+    """What `positions` follow from; None where they are 0, 1, 2, ..."""
     here = draw.shard_dim == dim
     whole = Layout.from_flat(draw.layout).size if here else size
     before = axes.batch_rank(draw.axis) * whole if dim == 0 and draw.p else 0
     if not here:
-        return _positions(size, (1, size, 1), 0, 1, before, str(device)) if before else None
-    rank, t = axes.axis_rank(draw.axis), axes.axis_size(draw.axis)
-    return _positions(size, tuple(draw.layout), rank, t, before, str(device))
+        return (size, (1, size, 1), 0, 1, before) if before else None
+    return size, tuple(draw.layout), axes.axis_rank(draw.axis), axes.axis_size(draw.axis), before
 
 
 @lru_cache(maxsize=256)
-def _positions(size: int, layout: tuple[int, ...], rank: int, t: int, before: int, device: str) -> Tensor:
+def places_of(size: int, layout: tuple[int, ...], rank: int, t: int, before: int, device: str) -> Tensor:
     cut = Layout.from_flat(layout)
     if cut.local_size(t) != size:
         raise ValueError(f"a dim of {size} elements is no shard of layout {cut} on {t} ranks")

@@ -20,7 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_tile, subkey
-from megafx.kernels.attention.attention_reference import FILLED, FILLED_NAN, ZEROS, Inputs, empty_results, positions
+from megafx.kernels.attention.attention_bounds import bounds_of_keys, bounds_of_queries
+from megafx.kernels.attention.attention_reference import (
+    FILLED,
+    FILLED_NAN,
+    ZEROS,
+    Inputs,
+    empty_results,
+    positions,
+    where_is,
+)
 from megafx.kernels.attention.attention_segments_triton import Segments, keys_of_segments
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import draws, factor_of
@@ -127,15 +136,18 @@ def score_tile(
 
 @triton.jit
 def key_range(
-    q0, T, window,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr,
+    q0, T, window, BOUNDS,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """-> (first, whole, last): keys [first, whole) are all visible and inside, [whole, last) are to be compared."""
+    """-> (first, whole, last): keys [first, whole) are all visible and inside, [whole, last) are to be compared.
+    BOUNDS: what attention_bounds.key_bounds says of some of the queries; None: they are all of the sequence."""
     last = T
     first = 0
     whole = (T // BN) * BN
-    if MAPPED:  # queries in any order
-        whole = 0
+    if BOUNDS is not None:
+        first = tl.load(BOUNDS + q0 // BM * 3)
+        whole = tl.load(BOUNDS + q0 // BM * 3 + 1)
+        last = tl.load(BOUNDS + q0 // BM * 3 + 2)
     else:
         if CAUSAL:
             last = tl.minimum(T, q0 + BM)
@@ -201,6 +213,7 @@ def _forward(
     SINK,  # [H] IN, or None
     SEED,  # [] int64 IN
     BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
+    BOUNDS,  # [S / BM, 3] int32 IN, with QUERIES
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b, ids_b, tiles_b,
     H, G, S, T, window, op_id, threshold, rescale, factor, cap,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -228,7 +241,7 @@ def _forward(
     if SINK is not None:  # a key that is seen first, and has no value
         high = tl.zeros([BM], tl.float32) + tl.load(SINK + h).to(tl.float32) * LOG2E
         total += tl.where(high > float("-inf"), 1.0, 0.0)
-    first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    first, whole, last = key_range(q0, T, window, BOUNDS, BM, BN, CAUSAL, WINDOW)
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
         rest, lo, whole, last = keys_of_segments(
@@ -314,6 +327,7 @@ class Prepared:
         self.seed = x.draw.seed.to(device) if self.dropped else None
         self.maps = [positions(size, dim, x.draw, device) for dim, size in enumerate(q.shape[:3])]
         self.segments = Segments.of(segments, self.maps[2], self.s, self.t)
+        self.where = where_is(self.s, 2, x.draw)
         # without soft-cap and mask the maximum of the scaled scores is taken before scaling
         assert x.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
         self.sizes = (self.h, self.h // self.n, self.s, self.t, x.window, x.draw.op_id, below, self.rescale)
@@ -329,6 +343,14 @@ class Prepared:
         mask = mask if mask.stride(1) == 1 or self.t == 1 else mask.contiguous()
         mask = as_bytes(mask) if mask.dtype == torch.bool else mask
         return mask.expand(self.b, self.t)
+
+    def bounds_of_queries(self, rows: int, columns: int) -> Tensor | None:
+        given = (self.t, self.flags["CAUSAL"], self.sizes[4], rows, columns, str(self.q.device))
+        return None if self.where is None else bounds_of_queries(self.where, *given)
+
+    def bounds_of_keys(self, columns: int) -> Tensor | None:
+        given = (self.t, self.flags["CAUSAL"], self.sizes[4], columns, str(self.q.device))
+        return None if self.where is None else bounds_of_keys(self.where, *given)
 
     @staticmethod
     def rows(x: Tensor) -> Tensor:
@@ -394,7 +416,7 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
         described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.segments.ids, c.segments.tiles, c.sink, c.seed,
-        *c.maps,
+        *c.maps, c.bounds_of_queries(bm, bn),
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
         c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS,
         **c.flags, **config,
