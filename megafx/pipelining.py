@@ -17,7 +17,7 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -37,7 +37,7 @@ from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others, wait_at_exit
-from megafx.distributed.mesh import Meshes, join_the_job, make_meshes
+from megafx.distributed.mesh import Meshes, join_the_job, make_meshes, world_mesh
 from megafx.distributed.parameters import parameter_slots
 from megafx.errors import AgreementError, ConfigError, MegafxError, UsageError
 from megafx.example_call import device_of, hardware_of, inputs_of, with_sizes
@@ -127,7 +127,7 @@ def _mesh(mesh: DeviceMesh | None, config: Config, device: torch.device) -> tupl
         shard = config.data_parallel_shard_size or d
         data = ((BATCH_AXIS, d),) if shard == d else ((REPLICA_AXIS, d // shard), (SHARD_AXIS, shard))
         names, sizes = zip((PIPELINE_AXIS, world // (t * d)), *data, (TENSOR_AXIS, t), strict=True)
-        mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        mesh = world_mesh(kind, sizes, names)
     names = mesh.mesh_dim_names or ()
     if PIPELINE_AXIS not in names or mesh[PIPELINE_AXIS].size() < 2:
         what = f"mesh {mesh} has no dim '{PIPELINE_AXIS}' of at least two ranks"

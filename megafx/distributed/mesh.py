@@ -127,13 +127,13 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         return None
     kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
     if d == 1:
-        return _mesh(kind, (t,), (TENSOR_AXIS,))
+        return world_mesh(kind, (t,), (TENSOR_AXIS,))
     shard = config.data_parallel_shard_size
     inner, names = ((t,), (TENSOR_AXIS,)) if c == 1 else ((c, t), (CONTEXT_AXIS, TENSOR_AXIS))
     if config.data_parallel == DDP or shard in (None, dp):
-        return _mesh(kind, (dp, *inner), (BATCH_AXIS, *names))
+        return world_mesh(kind, (dp, *inner), (BATCH_AXIS, *names))
     assert shard is not None
-    return _mesh(kind, (dp // shard, shard, *inner), (REPLICA_AXIS, SHARD_AXIS, *names))
+    return world_mesh(kind, (dp // shard, shard, *inner), (REPLICA_AXIS, SHARD_AXIS, *names))
 
 
 def _outer(dp: int, cp: int) -> str:
@@ -171,7 +171,7 @@ def join_the_job(t: int | None, d: int, device: torch.device) -> None:
 _made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
 
 
-def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def world_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """One mesh per shape, for all models: process groups are never freed, and each holds files and threads."""
     world = dist.group.WORLD
     if (kind, sizes, names) not in _made or _made[kind, sizes, names][0] is not world:

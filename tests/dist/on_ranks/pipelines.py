@@ -120,6 +120,11 @@ def pipeline_beside_data_parallel() -> None:
     against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2)
 
 
+@check(8, seed=0, slow=True)
+def pipeline_beside_both() -> None:
+    against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2, tensor_model_parallel_size=2)
+
+
 @check(4, seed=0, slow=True)
 def interleaved_pipeline() -> None:
     against_one_process(8, 0.2, "Interleaved1F1B", 8, 4)
