@@ -222,6 +222,8 @@ class BiasOfScores(_Before):
                 return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
             if m["fill"] == -math.inf and _may_hide(m, m.node("bias")):
                 return _BLIND
+            if _follows_from_both(m):
+                return "a query may see no key: there scores that the bias hides have a gradient, and filled ones have none"
         return None
 
     def make(scores, bias, drop, mask=None, sink=None, *, scale, fill):
@@ -321,6 +323,17 @@ def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
         hides = bool(own.padding and own.fill == -math.inf) or may_hide(m.program, own.rest)
     m.program.assumed |= {name: m.program.table(name) for name in reader.used}
     return not hides
+
+
+def _follows_from_both(m: Match) -> bool:
+    """Whether the bias hides keys by a number, the mask fills in others, and a query may see none."""
+    reader = MaskReader(m.program)
+    own = read_visible(reader, m.node("bias"), visible=True, symmetric=True)
+    if own is None or not own.parts:
+        return False
+    filled = read_visible(reader, m.node("mask"), visible=False, symmetric=True)
+    m.program.assumed |= {name: m.program.table(name) for name in reader.used}
+    return filled is None or bool(filled.padding or own.padding)
 
 
 def _may_hide(m: Match, added: fx.Node) -> bool:

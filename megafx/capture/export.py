@@ -263,7 +263,9 @@ class _Capture:
             self.notes.clear()
             exported, sizes = self._traced()
         program = self._program(exported, sizes, fixed)
-        program.table = functools.cache(lambda name: read_table(self.root.model.get_buffer(name)))
+        self.root.release()
+        model = self.root.model
+        program.table = functools.cache(lambda name: read_table(model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
         inside = f"{self.part}." if self.part else ""
@@ -404,7 +406,8 @@ class _Capture:
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.unhooked = unhooked
-        self.trace.reads.clock = lambda: self.root.order.count
+        order = self.root.order
+        self.trace.reads.clock = lambda: order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
         with (
             self._learning_hooks(outside),

@@ -22,6 +22,10 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ops.eager_call import Order
 
 
+def _ignored(requires_grad: list[bool]) -> None:
+    """Nothing is done with it."""
+
+
 class ExportedCall(nn.Module):
     """The exported module: the user's call plus loss_fn, under the caller's autocast state."""
 
@@ -34,13 +38,17 @@ class ExportedCall(nn.Module):
         self.calls_forward = forward is not None  # and not the hooks around it
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
-        self.returned: Callable[[list[bool]], None] = lambda requires_grad: (
-            None
-        )  # called with which leaves of the result do
+        self.returned: Callable[[list[bool]], None] = (
+            _ignored  # called with which leaves of the result require gradients
+        )
         self.trace: Trace | None = None
         self.order = Order()
         self.values: CallValues | None = None
         self.names: list[str] = []  # of the leaves of a call
+
+    def release(self) -> None:
+        """Let go of the call's tensors: guards on what was read hold this module."""
+        self.values, self.trace, self.returned = None, None, _ignored
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]

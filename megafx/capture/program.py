@@ -128,7 +128,8 @@ def _object_in_graph(node: fx.Node, target: str) -> CaptureError:
 def name_outputs(
     exported: ExportedProgram, graph: fx.Graph, requires_grad: Sequence[bool]
 ) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
-    """Name the user outputs by their path; constants leave the graph. A tensor in several places is one output.
+    """Name the user outputs by their path, and 'output.' before it where a parameter or buffer is named so; constants leave
+    the graph. A tensor in several places is one output.
 
     requires_grad: of each leaf of what the model returned.
     """
@@ -138,6 +139,8 @@ def name_outputs(
     values = node.args[0]
     assert isinstance(values, (tuple, list))
     paths = [p for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]]
+    named = (spec.target for spec in exported.graph_signature.input_specs if spec.target)
+    taken = {name.partition(".")[2] for name in named}  # of `ExportedCall.model`
     outputs: list[Output] = []
     leaves: list[OutputLeaf] = []
     kept: list[fx.Node] = []
@@ -155,9 +158,11 @@ def name_outputs(
                 place, *at = path[1:]
                 assert isinstance(place, pytree.MappingKey)
                 name, written = f"{place.key}{_later(at[0])}" if at else str(place.key), True
+            elif name in taken and name != "loss":  # the name that `mark_losses` looks for
+                name = f"output.{name}"
             found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
-            if same is not None and found.name == "loss":  # the name that `mark_losses` looks for
+            if same is not None and found.name == "loss":
                 outputs[same] = found
             leaves.append(OutputLeaf(len(kept) if same is None else same))
             if same is None:

@@ -95,8 +95,6 @@ class _Checker:
     # -- ends of the graph
 
     def _claimed_input(self, spec: Any) -> Placement:
-        if spec.kind == "param" or spec.name in self.storage:
-            return _value(self.storage.get(spec.name, R))
         if spec.kind == "tangent":
             results: Any = self.program.output_node().args[0]
             if self.axis == CONTEXT_AXIS:
@@ -106,6 +104,8 @@ class _Checker:
             for output, node in zip(self.program.outputs, results, strict=True):
                 if output.name == spec.name and output.kind != "gradient" and isinstance(node, fx.Node):
                     return _value(dual(node.meta.get(PLACEMENT, I)))
+        elif spec.kind == "param" or spec.name in self.storage:
+            return _value(self.storage.get(spec.name, R))
         return R
 
     def _leaves(self, name: str) -> Placement:

@@ -82,15 +82,8 @@ def check(
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
-    for separate in (
-        (False, True) if not window and segments is None else (False,)
-    ):  # dq from ds in memory; head by head
-        apart = backward(workspace=1, separate=separate, by_product=tuning)
-        for name, a, w in zip(("dq", "dk", "dv"), apart, grads[0], strict=True):
-            error = float((a.double() - w.double()).norm() / w.double().norm().clamp(min=1e-9))
-            assert error < LIMITS[dtype], (case, name, separate, error)
-            if DEVICE == "cpu" or dtype != torch.float32:  # ptxas contracts fp32 sums as it likes
-                assert name == "dq" or torch.equal(a, w), (case, name, separate)
+    apart = backward(workspace=1)  # head by head
+    assert all(torch.equal(a, w) for a, w in zip(apart, grads[0], strict=True)), case
 
 
 def _on_cpu_backward(grad, q, k, v, out, lse, causal, scale):

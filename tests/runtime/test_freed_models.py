@@ -46,3 +46,19 @@ def test_nothing_is_left_of_models_that_are_freed() -> None:
     before = alive()
     use_and_free()
     assert alive() == before
+
+
+def held_bytes() -> int:
+    gc.collect(), gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.device.type == "cpu"]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def test_a_model_that_is_used_holds_no_call() -> None:
+    """Neither what was given at first nor what the capture made of it (longer and shorter inputs, twice the batch)."""
+    use_and_free()
+    before = held_bytes()
+    model = megafx.parallelize(Net().requires_grad_(False))
+    model(torch.zeros(64, 512, dtype=torch.long))
+    assert held_bytes() - before < 64 * 512 * 8
+    assert sum(p.numel() for p in model.parameters()) * 4 < 64 * 512  # or the bound would show nothing

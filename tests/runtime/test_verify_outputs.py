@@ -236,3 +236,18 @@ def test_an_output_of_one_mode_alone(training: bool) -> None:
     model = StateInEvaluation().double().train(training)
     found = megafx.verify(model, example_inputs=(torch.randn(3, 4).double(),))
     assert found and ("output state" in str(found)) is not training and "the mode" not in str(found)
+
+
+def test_an_output_may_have_the_name_of_a_parameter() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.up = nn.Parameter(torch.randn(6, 8)), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            near = self.up(x) @ self.codes.t()
+            return {"codes": near.square().mean(), "up.bias": near}
+
+    x = torch.randn(6, 8).double()
+    for mesh in ({"tp": 2}, {"dp": 3, "tp": 2}):
+        assert megafx.verify(Codes().double(), example_inputs=(x,), mesh=mesh, tolerance=1e-10, types=True)

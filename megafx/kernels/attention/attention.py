@@ -46,9 +46,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, ids, mask, real
+from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, declare, fixed, ids, mask, real
 from megafx.kernels.attention import attention_reference as reference
-from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside, scratch
+from megafx.kernels.attention.attention_reference import (
+    Inputs,
+    bytes_of_pieces,
+    cudnn_backward_bytes,
+    empty_results,
+    heads_inside,
+    kept_at_once,
+)
 from megafx.kernels.attention.attention_rows import seen_rows
 from megafx.kernels.common.draw import DRAW, draws
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
@@ -166,8 +173,16 @@ def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) ->
 def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 11) -> int:
     """options: where they start."""
     q, k, v = args[1:4]
-    sparse = bool(args[options + 2] or args[6] is not None)
-    return scratch(q, k, v, itemsize, sparse, draws(args[options + 5])).bytes
+    if itemsize == 2 and args[options + 1] and args[options + 7] == 2 and not _is_own(args, options):
+        return bytes_of_pieces(q, k, v)
+    kept = kept_at_once(q, k)[1] // 8 if draws(args[options + 5]) else 0
+    return int(kept + 2 * 4 * q[0] * q[1] * -(-q[2] // 64) * 64)
+
+
+def _is_own(args: Sequence[Any], options: int) -> bool:
+    """Whether attention of some of the queries has what the library's kernels have not. args: of a backward op."""
+    window, softcap, p = (args[options + at] for at in (2, 3, 5))
+    return any(x is not None for x in args[4:8]) or bool(window or softcap) or draws(p)
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -350,3 +365,10 @@ define_op(
     launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)
+
+# The library's backward, as plans on CPU or meta tensors find it; on CUDA it is cuDNN's (FlashAttention takes less).
+for _name in ("cudnn_attention", "flash_attention_for_cpu"):
+    declare(
+        f"aten._scaled_dot_product_{_name}_backward.default",
+        workspace=lambda args, itemsize: cudnn_backward_bytes(*args[1:4]) if itemsize == 2 else 0,
+    )

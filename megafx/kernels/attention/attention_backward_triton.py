@@ -6,11 +6,8 @@
 The weights are computed again, from q, k and the saved log-sum-exp. `_query_gradient` goes by rows; on the way it makes
 delta, draws the dropout again and leaves both for `_key_gradient` (the dropout as bits), which goes by keys and sums over
 the query heads that share them, in order: no atomics. Its tiles are keys by queries, so that weights and their gradients
-stay in registers as the left side of the products that give dv and dk.
-
-Heads 128 wide: keeping ds in memory costs less than the two products that `_query_gradient` would compute again. So
-`_key_gradient` writes ds and `_query_product` multiplies it by k, a group of heads at a time, as many as WORKSPACE holds. With
-heads 64 wide it is the other way round.
+stay in registers as the left side of the products that give dv and dk. Both compute ds: to keep it in memory for a product that
+gives dq saved 6% at best and took up to 2.1 times as long (benchmarks/RESULTS.md, "Attention's backward").
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
-from megafx.kernels.attention.attention_reference import WORKSPACE, Inputs, heads_inside, scratch
+from megafx.kernels.attention.attention_reference import WORKSPACE, Inputs, heads_inside, kept_at_once
 from megafx.kernels.attention.attention_segments_triton import Segments, keys_of_segments, tokens_of_segments
 from megafx.kernels.attention.attention_triton import (
     Prepared,
@@ -94,7 +91,6 @@ def _query_gradient(
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -127,57 +123,18 @@ def _query_gradient(
             first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN
         )  # fmt: skip
         gap = whole - lo
-    if not PRODUCT:
-        if DROP:
-            for n0 in range(first, last, BN):
-                group = (n0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
-                leave(kept, keep_bytes(group, qp.to(tl.uint32)[:, None], head, batch, k0, k1, below), q0, n0, S, BM)
-    else:
-        dq = tl.zeros([BM, EP], tl.float32)
-        dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, None, ids_at, b, kv, q0, qi, qp, lo, whole, lo, 0,
-            kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
-            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
-        )  # fmt: skip
-        dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp,
-            rest, last - gap, lo, gap,
-            kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
-            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
-        )  # fmt: skip
-        columns = tl.arange(0, EP)[None, :]
-        at = DQ + b.to(tl.int64) * gb + h.to(tl.int64) * gh + qi.to(tl.int64)[:, None] * gs + columns
-        tl.store(at, (dq * (rescale * scale)).to(DQ.dtype.element_ty), mask=(qi[:, None] < S) & (columns < E))
-
-
-@triton.jit(do_not_specialize=["first_head"])
-def _query_product(
-    DS,  # [heads, T, S to multiples of 64] of _key_gradient, keys by queries, IN
-    K,  # [b, H / G, T, E] IN
-    DQ,  # [b, H, S, E] OUT
-    BOUNDS,  # as of _forward
-    kb, kh, ks, gb, gh, gs, H, G, S, T, rescale, scale, first_head,
-    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """dq = scale ds k, of ds that is in memory."""
-    blocks = tl.cdiv(S, BM)
-    block, bh = schedule(tl.program_id(0), blocks, GROUP)
-    q0 = (blocks - 1 - block) * BM
-    padded = tl.cdiv(S, 64) * 64
-    at = DS + bh.to(tl.int64) * (tl.cdiv(T, 64) * 64) * padded
-    bh += first_head
-    b = bh // H
-    h = bh % H
-    qi = q0 + tl.arange(0, BM)
-    _, _, last = key_range(q0, T, 0, BOUNDS, BM, BN, CAUSAL, False)
     dq = tl.zeros([BM, EP], tl.float32)
-    for n0 in tl.range(0, last, BN, num_stages=STAGES):
-        n0 = tl.multiple_of(n0, BN)
-        k = tile(K, b, h // G, n0, kb, kh, ks, T, E, EP, BN, TMA)
-        ki = (n0 + tl.arange(0, BN))[:, None]
-        ds = tl.load(at + ki.to(tl.int64) * padded + qi[None, :], mask=ki < T, other=0.0)
-        dq = tl.dot(tl.trans(ds), k, dq, input_precision=PRECISION)
+    dq = _query_tiles(
+        dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, None, ids_at, b, kv, q0, qi, qp, lo, whole, lo, 0,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
+        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
+    )  # fmt: skip
+    dq = _query_tiles(
+        dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, SEGMENTS, ids_at, b, kv, q0, qi, qp,
+        rest, last - gap, lo, gap,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
+        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
+    )  # fmt: skip
     columns = tl.arange(0, EP)[None, :]
     at = DQ + b.to(tl.int64) * gb + h.to(tl.int64) * gh + qi.to(tl.int64)[:, None] * gs + columns
     tl.store(at, (dq * (rescale * scale)).to(DQ.dtype.element_ty), mask=(qi[:, None] < S) & (columns < E))
@@ -189,7 +146,7 @@ def _query_product(
 @triton.jit
 def _key_tiles(
     dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0, lo, hi,
-    skip, gap, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
+    skip, gap, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -225,9 +182,6 @@ def _key_tiles(
             dx = tl.where(slope < 0.0, 0.0, dx * slope)
         elif SOFTCAP:
             dx = dx * slope
-        if DS is not None:
-            padded = tl.cdiv(S, 64) * 64
-            tl.store(DS + ki.to(tl.int64)[:, None] * padded + qi[None, :], dx.to(q.dtype))
         dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -239,7 +193,6 @@ def _key_gradient(
     DV,  # [b, H / G, T, F] OUT
     STATS,  # of _query_gradient IN
     KEPT,  # decisions, as _query_gradient left them, int32 IN
-    DS,  # [heads, T, S to multiples of 64] OUT, or None
     MASK, KEYS, SEGMENTS, TILES, QUERIES,
     BOUNDS,  # of attention_bounds.bounds_of_keys, int32 IN, with QUERIES
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
@@ -298,9 +251,6 @@ def _key_gradient(
         h = kv * G + g
         bh = b * H + h
         stats = STATS + bh.to(tl.int64) * (tl.cdiv(S, 64) * 64)
-        ds_at = DS
-        if DS is not None:
-            ds_at = DS + (bh - first_head * G).to(tl.int64) * (tl.cdiv(T, 64) * 64) * (tl.cdiv(S, 64) * 64)
         kept = KEPT + (bh - first_head * G).to(tl.int64) * kept_words(S, T)
         mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
         keys_at = b.to(tl.int64) * keys_b
@@ -308,12 +258,12 @@ def _key_gradient(
         dk, dv = _key_tiles(
             dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, SEGMENTS, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
             lo, edges, seen, gap,
-            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dk, dv = _key_tiles(
             dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, None, QUERIES, mask_at, keys_at, ids_at, b, h, n0,
-            seen, end, seen, 0, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            seen, end, seen, 0, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
     ki = n0 + tl.arange(0, BN)
@@ -335,20 +285,19 @@ def query_config(c: Prepared) -> dict[str, Any]:
 
 
 def key_config(c: Prepared) -> dict[str, Any]:
-    """Short tiles leave registers for three stages (measured: H200)."""
+    """Short tiles leave registers for three stages (measured: H200). In fp32 with dropout and a boolean mask of pairs, Triton
+    3.6 compiles no others: its TritonGPURemoveLayoutConversions fails."""
     wide = c.width > 256
-    short = c.width > 128 or not c.dropped
+    short = c.width > 128 or not c.dropped or c.q.dtype == torch.float32
     warps = 8 if wide else 4
     return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=warps, GROUP=8 if short else 16)
 
 
 def backward(
     grad: Tensor, x: Inputs, out: Tensor, lse: Tensor, *, into: Sequence[Tensor] | None = None,
-    workspace: int = WORKSPACE, separate: bool | None = None, by_query: dict[str, Any] | None = None,
-    by_key: dict[str, Any] | None = None, by_product: dict[str, Any] | None = None,
+    workspace: int = WORKSPACE, by_query: dict[str, Any] | None = None, by_key: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """into: memory for the results. separate: ds by memory; None: where that is faster. by_query, by_key, by_product:
-    overrides of the configurations."""
+    """into: memory for the results. by_query, by_key: overrides of the configurations."""
     dq, dk, dv = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))
     c = Prepared(x)
     if c.empty:
@@ -357,14 +306,13 @@ def backward(
     tma = takes_descriptors(c.q, c.k, c.v, grad, out)
     first = {**query_config(c), "TMA": tma, "DROP": c.dropped, **(by_query or {})}
     then = {**key_config(c), "TMA": tma, "DROP": c.dropped, **(by_key or {})}
-    last = {**dict(BM=64, BN=64, STAGES=3, num_warps=4, GROUP=16), "TMA": tma, **(by_product or {})}
     ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
     padded = c.b * c.h * triton.cdiv(c.s, 64) * 64
     stats = torch.empty(2 * padded, dtype=torch.float32, device=c.q.device)
-    plan = (c.q.shape, c.k.shape, c.v.shape, c.q.element_size(), bool(x.window) or x.segments is not None, c.dropped)
-    apart, step, weights, _ = scratch(*plan, workspace, separate)
-    kept = torch.empty(weights // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
-    ds = torch.empty(weights, dtype=c.q.dtype, device=c.q.device) if apart else None
+    step, weights = c.b * c.n, 0
+    if c.dropped:
+        step, weights = kept_at_once(c.q.shape, c.k.shape, workspace)
+    kept = torch.empty(weights // 32, dtype=torch.int32, device=c.q.device)
     of_keys = c.segments if c.where is None else Segments.of(x.segments, None, c.t, c.t)
     for head in range(0, c.b * c.n, step):  # of k and v
         heads = min(step, c.b * c.n - head)
@@ -377,25 +325,15 @@ def backward(
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
             *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.segments.strides, *c.sizes, *c.factors, c.share,
             x.scale, head * groups, padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)},
-            PRODUCT=not apart,
         )  # fmt: skip
         bm, bn, tma = then["BM"], then["BN"], then["TMA"]
         launch(
             _key_gradient, (triton.cdiv(c.t, bn) * heads,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
-            described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
+            described(grad, bm, fp, tma), dk, dv, stats, kept, c.mask, c.keys,
             c.segments.ids, of_keys.tiles, c.maps[2], c.bounds_of_keys(bn),
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
             *dv.stride()[:3], *c.mask_strides, c.keys_stride, *of_keys.strides, *c.sizes[:5], c.rescale, *c.factors,
             x.scale, head, padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
-        if ds is not None:
-            bm, bn, tma = last["BM"], last["BN"], last["TMA"]
-            launch(
-                _query_product, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
-                ds, described(c.k, bn, ep, tma), dq, c.bounds_of_queries(bm, bn),
-                *c.k.stride()[:3], *dq.stride()[:3], *c.sizes[:4], c.rescale,
-                x.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=x.causal,
-                PRECISION=c.flags["PRECISION"], **last | {"GROUP": math.gcd(last["GROUP"], heads * groups)},
-            )  # fmt: skip
     return dq, dk, dv

@@ -250,34 +250,26 @@ def heads_inside(x: Tensor) -> Tensor:
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-WORKSPACE = 2**29  # bytes that the Triton backward has for ds, or else for the dropout's bits, at a time
+WORKSPACE = 2**29  # bytes that the Triton backward has for the dropout's bits at a time
 
 
-class Scratch(NamedTuple):
-    """What the Triton backward holds in addition to its results. attention_backward_triton.py says what it is for.
-
-    apart: whether ds lies in memory; step: heads of k and v at a time; weights: of these heads, in whole tiles;
-    bytes: of ds, the dropout's bits and the statistics. sparse: whether tiles are left out (a window, segments).
-    """
-
-    apart: bool
-    step: int
-    weights: int
-    bytes: int
+def kept_at_once(q: Sequence[int], k: Sequence[int], workspace: int = WORKSPACE) -> tuple[int, int]:
+    """Shapes -> (heads of k and v whose dropout's bits fit, weights of these heads in whole tiles)."""
+    kv_heads = k[0] * k[1]
+    weights = -(-q[2] // 64) * 64 * -(-k[2] // 64) * 64 * (q[1] // k[1])  # of the heads that share k and v
+    step = min(kv_heads, max(1, workspace // (weights // 8)))
+    return step, step * weights
 
 
-def scratch(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, sparse: bool, dropped: bool,
-    workspace: int = WORKSPACE, apart: bool | None = None,
-) -> Scratch:  # fmt: skip
-    """Of operands of these shapes. apart: None is where that is faster."""
-    heads, kv_heads = q[0] * q[1], k[0] * k[1]
-    rows, keys = (-(-n // 64) * 64 for n in (q[2], k[2]))
-    weights = rows * keys * (q[1] // k[1])  # of the heads that share k and v
-    if apart is None:
-        width = max(q[3], v[3]) * itemsize
-        apart = 128 < width <= 256 and not sparse and weights * itemsize <= workspace
-    each = weights * itemsize if apart else weights // 8 if dropped else 0
-    step = min(kv_heads, max(1, workspace // each)) if each else kv_heads
-    held = step * weights
-    return Scratch(apart, step, held, held * itemsize * apart + held // 8 * dropped + 2 * heads * rows * 4)
+def cudnn_backward_bytes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+    """What cuDNN's backward takes for operands of two bytes: dq in fp32, and dk and dv of every query head where they share
+    keys (measured, H100: within 1%)."""
+    groups = q[1] // k[1]
+    return 4 * math.prod(q) + (2 * groups * (math.prod(k) + math.prod(v)) if groups > 1 else 0)
+
+
+def bytes_of_pieces(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+    """Of the backward of attention_pieces.py: that of its largest call, half of the queries with nearly all keys, and the
+    gradients that it gives."""
+    half = (*q[:2], -(-q[2] // 2), q[3])
+    return cudnn_backward_bytes(half, k, v) + 2 * (math.prod(half) + math.prod(k) + math.prod(v))
