@@ -67,7 +67,7 @@ def ia3(loop: Loop) -> None:
 def vera(loop: Loop) -> None:
     from peft import VeraConfig
 
-    train(loop, VeraConfig(r=5, target_modules=["q_proj", "v_proj"], vocab_size=19))
+    train(loop, VeraConfig(r=5, target_modules=["q_proj", "v_proj"]))
 
 
 @situation("https://github.com/huggingface/peft/issues/2298", slow=(1, 2), rtol=FP32)

@@ -28,7 +28,8 @@ def documents_by_a_mask_of_blocks(loop: Loop) -> None:
     for documents in (DOCUMENTS, DOCUMENTS.flip(0)):
         logits = model(loop.rows(ids), loop.rows(mask_of(documents)))
         labels = loop.rows(labels_of(ids, documents))
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / 13
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        losses = losses * loop.parts / 13  # gradients are averaged over ranks
         losses.backward()
         loop.see(loss=loop.mean(losses))
     loop.see_gradients(model)
