@@ -48,7 +48,7 @@ class _IfArrived:
 
 def only_with_gradients(tensor: torch.Tensor) -> None:
     """Let the hooks on a tensor run only in a backward that has a gradient of it."""
-    hooks: dict[int, Any] = tensor._backward_hooks or {}  # type: ignore[assignment]
+    hooks: Any = tensor._backward_hooks or {}
     for key, hook in hooks.items():
         if not isinstance(hook, (GradientForm, _IfGiven, _Arrival)):
             hooks[key] = _IfGiven(hook)

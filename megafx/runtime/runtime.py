@@ -544,17 +544,10 @@ class Runtime:
         values += [(n, slot.get()) for n, slot in self.state.slots.items()]
         wanted = Wanted(n for n, x in values if grad and isinstance(x, torch.Tensor) and x.requires_grad)
         return Planner(
-            self.config,
-            self.t,
-            self.hardware,
-            self.meshes.data,
-            wants_grad=wanted or None,
-            agree=self._plan_of_rank_0,
-            caches=dict(self.settled.caches),
-            axes=self._axes(),
-            at_call=True,
+            self.config, self.t, self.hardware, self.meshes.data, wants_grad=wanted or None, agree=self._plan_of_rank_0,
+            caches=dict(self.settled.caches), axes=self._axes(), at_call=True,
             device_bytes=self.state.device_bytes(self.hardware),
-        )
+        )  # fmt: skip
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""

@@ -117,8 +117,9 @@ class _Mixture:
         """Grouped products whose groups are counted by these ids."""
         found = []
         for node in self.program.graph.find_nodes(op="call_function", target=GROUPED):
-            _, weight, ends = node.args
-            counted = counted_ids(ends, int(weight.meta[VAL].shape[0]))  # type: ignore[union-attr]
+            args: Any = node.args
+            _, weight, ends = args
+            counted = counted_ids(ends, int(weight.meta[VAL].shape[0]))
             if same_elements(counted, self.unsorted) or self._sorted_here(counted):
                 found.append(node)
         return found
@@ -238,15 +239,15 @@ class _Mixture:
             return 0
         if self._counts_up(value):
             return 1
-        source = behind(value.args[0], _SAME) if value.args else None
+        source: Any = behind(value.args[0], _SAME) if value.args else None
         if value.target is aten.repeat_interleave.self_int and self._counts_up(source):
-            return self.rows // self.program.sizes.shape(source.meta[VAL])[0]  # type: ignore[union-attr]
+            return self.rows // self.program.sizes.shape(source.meta[VAL])[0]
         if str(value.target) in VIEWS and isinstance(source, fx.Node) and source.target is aten.expand.default:
             column = behind(source.args[0], _SAME)
-            numbers = behind(column.args[0], _SAME) if str(column.target) in VIEWS else None
+            numbers: Any = behind(column.args[0], _SAME) if str(column.target) in VIEWS else None
             one = self.program.sizes.shape(column.meta[VAL])[1:] == (1,)
             if one and self._counts_up(numbers):
-                return self.rows // self.program.sizes.shape(numbers.meta[VAL])[0]  # type: ignore[union-attr]
+                return self.rows // self.program.sizes.shape(numbers.meta[VAL])[0]
         return 0
 
     def _counts_up(self, node: Any) -> bool:
@@ -265,18 +266,20 @@ class _Mixture:
         return len(indices) == 1 and self.orders.get(indices[0]) == 1
 
     def _puts_back(self, node: fx.Node) -> bool:
-        into, indices, value, *_ = node.args
+        args: Any = node.args
+        into, indices, value, *_ = args
         fresh = not argument(node, "accumulate") or op_name(behind(into, _SAME)) in ("zeros", "zeros_like")
-        alike = self.program.sizes.shape(into.meta[VAL]) == self.program.sizes.shape(value.meta[VAL])  # type: ignore[union-attr]
+        alike = self.program.sizes.shape(into.meta[VAL]) == self.program.sizes.shape(value.meta[VAL])
         return fresh and alike and self._whole(indices) and value in self.sorted and into not in self.sorted
 
     def _adds(self, node: fx.Node) -> bool:
-        into, dim, order, value = node.args[:4]
+        args: Any = node.args
+        into, dim, order, value = args[:4]
         given = order in self.orders and value in self.sorted and into not in self.sorted
         if not given or dim != 0 or argument(node, "alpha") != 1:
             return False
-        rows = self.program.sizes.shape(into.meta[VAL])[0]  # type: ignore[union-attr]
-        return bool(rows * self.orders[order] == self.rows)  # type: ignore[index]
+        rows = self.program.sizes.shape(into.meta[VAL])[0]
+        return bool(rows * self.orders[order] == self.rows)
 
     def _by_row(self, node: fx.Node) -> None:
         """Check that the op computes each row by itself, or sums over them."""
