@@ -5,6 +5,7 @@
     python benchmarks/modelled_steps.py --hardware mine.yaml         # by one that `megafx profile-hardware` measured
     python benchmarks/modelled_steps.py --row llama,2,sp,4=223.2     # rows of your own: model, ranks, mode, batch = ms
     python benchmarks/modelled_steps.py --auto                       # only what "auto" picks
+    python benchmarks/modelled_steps.py --context                    # steps of context-parallel ranks on H100
 
 Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows are runs of 2026-11-23 on 2 x H200, where TP was
 measured before all-reduces ran in pieces and is `tp-plain`; and of 2026-11-25 on 2 x H100.
@@ -20,7 +21,8 @@ import time
 from dataclasses import replace
 
 import torch
-from train_tp import SHAPES, Model, WithLoss, places_of
+from torch import nn
+from train_tp import SHAPES, LlamaBlock, Model, Shape, WithLoss, places_of
 
 import megafx
 from megafx.capture.export import capture_call
@@ -29,6 +31,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.timeline import graphs_pay
 from megafx.report.report import Report
+from megafx.what_if import modelled_step
 
 H200 = "h200-nvlink"
 RECORDED = {
@@ -75,6 +78,14 @@ RUNS = {
         (("gpt", 2, 8), {"tp-plain": 276.0, "sp-plain": 273.0, "sp": 264.7}),
     ],
 }
+# (tokens, tensor-, context-parallel ranks): four layers of Llama-8B's shape, without embedding and head, on H100, 2026-11-27.
+CONTEXT = {
+    (32768, 1, 2): 275.8,
+    (32768, 2, 1): 261.2,
+    (131072, 1, 4): 1229.0,
+    (131072, 2, 2): 1237.0,
+    (131072, 4, 1): 1246.0,
+}
 Row = tuple[str, int, str, int]
 
 
@@ -96,6 +107,37 @@ def report_of(row: Row, hardware: str) -> Report:
     ids = torch.zeros(2, shape.seq, dtype=torch.long)
     places = places_of(shape, torch.device("cpu"))
     return megafx.explain(megafx.plan(model, config, example_inputs=(ids, places)))
+
+
+class Layers(nn.Module):
+    """Layers alone, and a loss of them."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaBlock(s) for _ in range(s.layers))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, places)
+        return x.float().square().mean()
+
+
+def context_ms(tokens: int, t: int, c: int, hardware: str = "h100-nvlink") -> tuple[float, float]:
+    """(milliseconds of a step of one sequence on these ranks, of which collectives of the context axis are waited for)."""
+    shape = replace(SHAPES["llama"], layers=4, seq=tokens)
+    with torch.device("meta"):
+        model = Layers(shape).bfloat16()
+        example = torch.zeros(2, tokens, shape.hidden).bfloat16(), torch.zeros(2, tokens, 128).bfloat16()
+    config = megafx.Config(
+        tensor_model_parallel_size=t,
+        context_parallel_size=c,
+        sequence_parallel=t > 1,
+        micro_batch_size=1,
+        seq_length=tokens,
+    )
+    report = megafx.explain(megafx.plan(model, config, example_inputs=example))
+    parts, _ = modelled_step(report.picture, report.step, config, Hardware.load(hardware))
+    return sum(parts.values()) / 1e3, parts["context-parallel collectives"] / 1e3
 
 
 def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) -> str:
@@ -138,11 +180,24 @@ def main() -> None:
     parser.add_argument("--hardware", default=H200, help="name or path of a profile")
     parser.add_argument("--row", action="append", type=row_of, help="model,ranks,mode,batch=ms")
     parser.add_argument("--auto", action="store_true", help='only what "auto" picks')
+    parser.add_argument("--context", action="store_true", help="only steps of context-parallel ranks")
     args = parser.parse_args()
+    if args.context:
+        return print_context()
     if not args.auto:
         print_modelled(args.row or list(RECORDED.get(args.hardware, RECORDED[H200]).items()), args.hardware)
     if not args.row:
         print_picked(args.hardware)
+
+
+def print_context() -> None:
+    print("| tokens | tp | cp | modelled ms | recorded ms | off | waits for keys ms |\n|---|---|---|---|---|---|---|")
+    for row, recorded in CONTEXT.items():
+        ms, waits = context_ms(*row)
+        print(
+            f"| {' | '.join(map(str, row))} | {ms:.1f} | {recorded:.1f} | {ms / recorded - 1:+.1%} | {waits:.1f} |",
+            flush=True,
+        )
 
 
 def print_picked(hardware: str) -> None:

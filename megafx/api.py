@@ -171,8 +171,9 @@ def search(
 ) -> Found:
     """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
 
-    Tried are tensor- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes (`batches`), and
-    budgets for what is kept for backward; other fields are those of `config`. str() of the result is a table with step time,
+    Tried are tensor-, context- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes
+    (`batches`), and budgets for what is kept for backward; other fields are those of `config`, and so is a
+    context_parallel_size of more than 1. str() of the result is a table with step time,
     MFU, memory, bytes and why each loses to the best; `.config` is that of the best; `.best` has up to `shown` of them, and
     .to_json() is all of it as data. Configurations that differ in the form of data parallelism alone, and by at most 2% in
     time, are one of these: the others are its `.twins`. Needs no ranks, GPU or weights. Raises CaptureError, UsageError.
@@ -181,9 +182,6 @@ def search(
     if gpus < 1 or not batches or min(batches) < 1:
         found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")
-    if config is not None and config.context_parallel_size > 1:
-        found = f"context_parallel_size={config.context_parallel_size}: search does not price context-parallel ranks"
-        raise UsageError(found, fix="leave context_parallel_size at 1, and compare such a config by megafx.plan")
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     wants_grad = call.wants_grad()
     return search_call(call.program(), call.config, call.hardware, gpus, limit, batches, shown, wants_grad)

@@ -1,17 +1,9 @@
 """`megafx.search`: which layout of a model on so many GPUs is the fastest that fits, by the cost model.
 
-Tried are all ways to share the GPUs between tensor and data parallelism, the forms of the latter, sequence parallelism on and
-off, micro-batch sizes, and budgets for what is kept for backward. Every tensor-parallel layout is planned as `megafx.plan`
-does, at the first batch size. What is added to its step is coarser:
-
-- Collectives of data-parallel ranks overlap with forward and backward, which hides a part of them (`Hardware.hidden`): products
-  leave the library few multiprocessors, and are slower for what it takes. Ranks of one host use the link. A group that spans
-  hosts is limited by the network: by its ranks on a host times what each sends (`network_bytes_per_second`).
-- Tensor-parallel ranks are of one host.
-- A budget of a fraction f costs at most (1 - f) of a forward pass.
-- Memory is that of parameters, gradients, AdamW's moments in the parameters' dtype (no fp32 copies) and of what is kept for
-  backward, an upper bound. The context of the device and buffers of libraries are not in it: ask for 3 GiB less than the device
-  has.
+Tried are all ways to share the GPUs between tensor, context and data parallelism, the forms of the latter, sequence parallelism
+on and off, micro-batch sizes, and budgets for what is kept for backward. Every layout of tensor- and context-parallel ranks is
+planned as `megafx.plan` does, at the first batch size; planner/whole_step.py adds the rest of a step. Tensor-parallel ranks are
+of one host. Sequences are cut where they are so long that each rank has LEAST_TOKENS of them, or where the config says so.
 """
 
 from __future__ import annotations
@@ -25,20 +17,23 @@ from typing import Any
 
 from megafx.analysis.costed_graph import costed_graph
 from megafx.compiler.choose import tried
+from megafx.compiler.cut_sequence import cut_sequence
 from megafx.compiler.stages import before, describe_plan, passes_of, since
 from megafx.config import Config
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
 from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
 from megafx.planner.timeline import StepTimes, timeline
+from megafx.planner.whole_step import in_form, out_of_reach, whole_steps
 from megafx.progress import stage
 from megafx.units import bytes_text, time_text
 
-FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
-BUCKET = 25 * 2**20
+LEAST_TOKENS = 4096  # of a context-parallel rank: with fewer, products lose rate, and other axes serve as well
 TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one choice: the model knows steps to several percent
 
 
@@ -166,16 +161,31 @@ class Found:
         fits = f"{self.tried} configurations of {self.gpus} GPUs tried, {bytes_text(self.memory)} each"
         console.print(fits, highlight=False)
         table = Table(show_lines=False, pad_edge=False)
-        for name in ("tp", "dp", "form", "sp", "batch", "budget", "step", "rows/s", "MFU", "memory", "sends", "why"):
+        for name in (
+            "tp",
+            "cp",
+            "dp",
+            "form",
+            "sp",
+            "batch",
+            "budget",
+            "step",
+            "rows/s",
+            "MFU",
+            "memory",
+            "sends",
+            "why",
+        ):
             table.add_column(name, overflow="fold")
         for c in self.best:
             k = c.config
-            form = k.data_parallel if (k.data_parallel_size or 1) > 1 else ""
+            form = k.data_parallel if (k.data_parallel_size or 1) * k.context_parallel_size > 1 else ""
             mfu = "" if c.mfu is None else f"{100 * c.mfu:.0f}%"
             numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", mfu)
             sizes = (bytes_text(c.bytes), bytes_text(c.sent))
             what = (
                 k.tensor_model_parallel_size,
+                k.context_parallel_size,
                 k.data_parallel_size or 1,
                 form,
                 "on" if k.sequence_parallel else "off",
@@ -210,7 +220,7 @@ def _without_twins(found: Iterable[Candidate]) -> list[Candidate]:
     """found: best first -> the same, but of forms of data parallelism whose steps are about equal the first has the others."""
     rows: list[tuple[Config, Candidate, list[Candidate]]] = []
     for candidate in found:
-        choice = _in_form(candidate.config, "ddp")
+        choice = in_form(candidate.config, "ddp")
         for other, first, twins in rows:
             if other == choice and candidate.slower_than(first) <= TWINS:
                 twins.append(candidate)
@@ -233,77 +243,97 @@ def search_call(
     """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
-    ready: dict[bool, tuple[Program, bool]] = {}  # with sequence parallelism or not, of the first number of ranks
+    search = _Search(program, hardware, batches, memory, wants_grad)
     for t in [t for t in range(gpus, 0, -1) if gpus % t == 0]:
-        for sequence in (False, True) if t > 1 else (False,):
-            options = config.replace(
-                tensor_model_parallel_size=t,
-                sequence_parallel=sequence,
-                data_parallel_size=gpus // t if gpus > t else None,
-            )
-            what = f"tp={t}, sequence_parallel={sequence}"
-            if why := _out_of_reach(t, gpus, hardware):
-                refused[what] = why
-                continue
-            try:
-                with stage(f"plan {what}"):
-                    start, shared = ready.get(sequence, (program, False))
-                    if not shared or t == 1:
-                        ready[sequence] = _ready(program, options, hardware, t, wants_grad)
-                        start = ready[sequence][0]
-                    for picture, step, batch in _priced(start, options, hardware, t, batches, wants_grad):
-                        tried += _with_data(picture, step, options.replace(micro_batch_size=batch), hardware, memory)
-            except MegafxError as error:
-                refused[what] = error.found
+        for c in _context_sizes(config, gpus // t):
+            for sequence in (False, True) if t > 1 else (False,):
+                d = gpus // (t * c)
+                options = config.replace(
+                    tensor_model_parallel_size=t,
+                    context_parallel_size=c,
+                    sequence_parallel=sequence,
+                    data_parallel_size=d if d > 1 else None,
+                )
+                what = f"tp={t}, {f'cp={c}, ' * (c > 1)}sequence_parallel={sequence}"
+                if why := out_of_reach(t, gpus, hardware):
+                    refused[what] = why
+                    continue
+                try:
+                    with stage(f"plan {what}"):
+                        tried += search.candidates(options)
+                except MegafxError as error:
+                    refused[what] = error.found
     best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
     return Found(gpus, memory, len(tried), best[:shown], refused, least)
 
 
-def _out_of_reach(t: int, gpus: int, hardware: Hardware) -> str:
-    """Why groups of t tensor-parallel ranks of so many GPUs cannot be priced; '' where they can."""
-    if t > hardware.gpus_per_host:
-        return f"tensor-parallel ranks are of one host, which has {hardware.gpus_per_host} GPUs (gpus_per_host of the profile)"
-    if gpus > hardware.gpus_per_host and hardware.network_bytes_per_second is None:
-        return f"the profile '{hardware.name}' does not say what hosts send each other (network_bytes_per_second)"
-    return ""
+def _context_sizes(config: Config, gpus: int) -> list[int]:
+    """Numbers of context-parallel ranks to try on so many GPUs: that of the config, where it has one."""
+    if config.context_parallel_size > 1:
+        return [config.context_parallel_size] * (gpus % config.context_parallel_size == 0)
+    most = max((config.seq_length or 1) // LEAST_TOKENS, 1)
+    return [c for c in range(1, min(gpus, most) + 1) if gpus % c == 0]
 
 
-def _data_link(t: int, d: int, hardware: Hardware) -> float:
-    """Bytes a second of the link between data-parallel ranks of which each holds one of t tensor-parallel ones."""
-    if t * d <= hardware.gpus_per_host:
-        return hardware.link_bytes_per_second
-    assert hardware.network_bytes_per_second is not None
-    return min(hardware.link_bytes_per_second, hardware.gpus_per_host // t * hardware.network_bytes_per_second)
+class _Search:
+    """Plans of one model. ready: (sequence parallelism, context-parallel ranks) -> the program up to planning, where it is the
+    same for other numbers of tensor-parallel ranks, as it is without experts."""
 
+    def __init__(
+        self,
+        program: Program,
+        hardware: Hardware,
+        batches: Sequence[int],
+        memory: int,
+        wants_grad: Callable[[Input], bool],
+    ) -> None:
+        self.hardware, self.batches, self.memory, self.wants_grad = hardware, batches, memory, wants_grad
+        self.captured = program
+        self.whole: Program | None = None  # before the sequence is cut
+        self.ready: dict[tuple[bool | str, int], Program] = {}
 
-def _ready(
-    program: Program, config: Config, hardware: Hardware, t: int, wants_grad: Callable[[Input], bool]
-) -> tuple[Program, bool]:
-    """The program up to planning; and whether it is the same for other numbers of ranks, as it is without experts."""
-    planner = Planner(config, t, hardware, wants_grad=wants_grad)
-    made, _, records = tried(program, planner, before(plan_sharding, passes_of(planner, "planning")))
-    return made, not any(r.changes for r in records if "experts" in r.name)
+    def candidates(self, config: Config) -> Iterator[Candidate]:
+        hardware = self.hardware
+        dtype, rate = max(hardware.flops_per_second.items(), key=lambda item: item[1])
+        peak = hardware.peak_flops_per_second.get(dtype, 0.0)
+        for picture, step, batch in self._priced(config):
+            options = config.replace(micro_batch_size=batch)
+            for found in whole_steps(picture, step, options, hardware, self.memory):
+                yield Candidate(found.config, found.parts, found.memory, found.rows, step.flops, found.sent, rate, peak)
 
+    def _planner(self, config: Config, given: Plan | None = None) -> Planner:
+        t, data = config.tensor_model_parallel_size or 1, DataAxis.of_context(config)
+        return Planner(config, t, self.hardware, data, wants_grad=self.wants_grad, given=given)
 
-def _priced(
-    ready: Program,
-    config: Config,
-    hardware: Hardware,
-    t: int,
-    batches: Sequence[int],
-    wants_grad: Callable[[Input], bool],
-) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
-    """The plan of the first batch size, at each of them."""
-    given = None
-    for batch in batches:
-        options = config.replace(micro_batch_size=batch)
-        planner = Planner(options, t, hardware, wants_grad=wants_grad, given=given)
-        passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
-        program, planner, _ = tried(ready, planner, passes)
-        given = planner.solved
-        picture = costed_graph(program, planner)
-        yield picture, timeline(picture), batch
+    def _ready(self, config: Config) -> Program:
+        """The program up to planning."""
+        key, t = (config.sequence_parallel, config.context_parallel_size), config.tensor_model_parallel_size
+        if key in self.ready and t != 1:
+            return self.ready[key]
+        planner = self._planner(config)
+        passes = before(plan_sharding, passes_of(planner, "planning"))
+        start, shared = self.whole, self.whole is not None
+        if start is None:
+            start, _, records = tried(self.captured, planner, before(cut_sequence, passes))
+            shared = not any(r.changes for r in records if "experts" in r.name)
+        made, _, records = tried(start, planner, since(cut_sequence, passes))
+        if shared:
+            self.whole = start
+            if not any(r.changes for r in records if "experts" in r.name):
+                self.ready[key] = made
+        return made
+
+    def _priced(self, config: Config) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
+        """The plan of the first batch size, at each of them."""
+        ready, given = self._ready(config), None
+        for batch in self.batches:
+            planner = self._planner(config.replace(micro_batch_size=batch), given)
+            passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
+            program, planner, _ = tried(ready, planner, passes)
+            given = planner.solved
+            picture = costed_graph(program, planner)
+            yield picture, timeline(picture), batch
 
 
 def modelled_step(
@@ -312,77 +342,17 @@ def modelled_step(
     """(microseconds of a step of this config by cause, what of it is not priced)."""
     t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
     left = [f"{what} are not in the step" for what in _not_priced(config)]
-    if why := _out_of_reach(t, t * d, hardware):
+    if why := out_of_reach(t, t * d * config.context_parallel_size, hardware):
         left.append(f"data-parallel collectives are not in the step: {why}")
-        config = _in_form(config, "ddp").replace(data_parallel_size=None)
-    elif d == 1:
-        config = _in_form(config, "ddp")
-    found = _with_data(picture, step, config, hardware, sys.maxsize)
+        config = in_form(config, "ddp").replace(data_parallel_size=None, context_parallel_size=1)
+    elif d * config.context_parallel_size == 1:
+        config = in_form(config, "ddp")
+    found = whole_steps(picture, step, config, hardware, sys.maxsize)
     return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
 
 
-def _in_form(config: Config, form: str) -> Config:
-    """The config with another form of data parallelism; "ddp" has no shards."""
-    return config.replace(
-        data_parallel=form, data_parallel_shard_size=None if form == "ddp" else config.data_parallel_shard_size
-    )
-
-
 def _not_priced(config: Config) -> Iterator[str]:
-    if config.context_parallel_size > 1:
-        yield "collectives of context-parallel ranks"
     if config.activation_memory_budget is not None:
         yield "values computed again for activation_memory_budget"
     if config.data_parallel_shard_size not in (None, config.data_parallel_size):
         yield "what data_parallel_shard_size saves"
-
-
-def _with_data(
-    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, memory: int
-) -> Iterator[Candidate]:
-    """One candidate for each form of data parallelism and each budget; of the budgets those up to the first that fits."""
-    d = config.data_parallel_size or 1
-    held = picture.memory
-    params, grads, moments = held["parameters"], held["gradients"], held["AdamW's moments"]
-    times = [r.times for r in picture.regions]
-    kept = sum(times[n.region] * n.kept for n in picture.nodes)
-    forward, backward = (
-        sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
-    )
-    moved = sum(times[n.region] * (n.move.forward_bytes + n.move.backward_bytes) for n in picture.nodes if n.move)
-    computing = step.compute_us + step.host_us - picture.optimizer_us
-    layers = max(sum(r.times for r in picture.regions), 1)
-    for form in ("ddp", "zero1", "fsdp") if d > 1 else ("ddp",):
-        rate = _data_link(config.tensor_model_parallel_size or 1, d, hardware)
-        once = 1e6 * grads * (d - 1) / d / rate
-        latest = 1e6 * min(grads, BUCKET) * (d - 1) / d / rate  # of the last bucket
-        exposed = lambda us, computing: max(us - computing, (1 - hardware.hidden) * us)  # noqa: E731
-        waits = {
-            "ddp": max(exposed(2 * once, backward), 2 * latest),
-            "zero1": exposed(once, forward) + max(exposed(once, backward), latest),
-            "fsdp": exposed(once, forward) + max(exposed(2 * once, backward), latest),
-        }
-        whole = {"ddp": 1, "zero1": d, "fsdp": d}[form]
-        gathered = {"ddp": 0, "zero1": params, "fsdp": 2 * params // layers}[form]
-        for fraction in FRACTIONS:
-            again = 0.0 if fraction is None else (1 - fraction) * computing / 3
-            parts = {
-                "computing": computing,
-                "tensor-parallel collectives": step.exposed_us,
-                "data-parallel collectives": waits[form] if d > 1 else 0.0,
-                "the optimizer": picture.optimizer_us / whole,
-                "computing again in backward": again,
-            }
-            used = {
-                "parameters": params // whole + gathered,
-                "gradients": grads // whole,
-                "AdamW's moments": moments // whole,
-                "kept for backward": int(kept * (1 if fraction is None else fraction)),
-            }
-            changed = _in_form(config, form).replace(activation_memory_budget=fraction)
-            sent = moved + (0 if d == 1 else int(grads * (d - 1) / d * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
-            dtype, products = max(hardware.flops_per_second.items(), key=lambda item: item[1])
-            peak = hardware.peak_flops_per_second.get(dtype, 0.0)
-            yield Candidate(changed, parts, used, (config.micro_batch_size or 1) * d, step.flops, sent, products, peak)
-            if sum(used.values()) <= memory:
-                break

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.contracts import is_transition
+from megafx.ir.contracts import TRANSITION, ends_of, is_transition
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
@@ -61,7 +61,7 @@ class _Builder:
             self.removed[removal.node].append(f"{removal.count} {many} taken away: {removal.reason}")
 
     def graph(self) -> CostedGraph:
-        nodes = [n for n in self.program.graph.nodes if n in self.planner.rules or self._communicates(n)]
+        nodes = [n for n in self.program.graph.nodes if self._communicates(n) or n in self.planner.rules]
         names, where = self._regions(nodes)
         of_region: dict[str, list[fx.Node]] = defaultdict(list)
         for node in nodes:
@@ -102,11 +102,10 @@ class _Builder:
 
     def _communicates(self, node: fx.Node) -> bool:
         """Whether it is a transition with a collective; those of parameters' gradients come last, together."""
-        if not is_transition(node):
+        if not is_move(node):
             return False
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if "placement" not in source.meta or source in self.params:
+        source = argument(node, "x")
+        if PLACEMENT not in source.meta or source in self.params:
             return False
         move = priced(self.program, self.planner, source, node)
         if move.forward != LOCAL or move.backward != LOCAL:
@@ -121,7 +120,7 @@ class _Builder:
     def _signature(self, node: fx.Node, region: str) -> Any:
         shape = self._value(node)
         if node in self.moves:
-            return str(self.moves[node]), shape
+            return str(self.moves[node]), shape  # with its axis
         choice = self.plan.ops[node.name]
         return (
             str(node.target),
@@ -135,7 +134,7 @@ class _Builder:
     def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
         """The nodes drawn whose values it reads; transitions without communication are looked through."""
         for source in node.all_input_nodes:
-            while is_transition(source) and source not in self.moves:
+            while is_transition(source) and source not in self.moves:  # one of an outer axis copies
                 source = source.all_input_nodes[0]
             yield source
 
@@ -213,7 +212,7 @@ class _Builder:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))
             dropped = float(argument(node, "dropout_p", 0.0) or argument(node, "p", 0.0) or 0.0) > 0
             flops /= 1 + causal  # what the mask leaves
-            return flops, (*attention_seconds(flops, dtype, hardware, dropout=dropped), 0.0)
+            return flops, (*attention_seconds(flops, dtype, hardware, dropout=dropped, keys=terms), 0.0)
         moved = op_bytes(name, numel * itemsize, [self._bytes(o.node) for o in rule.operands]) * part
         once = memory_seconds(moved, hardware) + (hardware.kernel_seconds if moved else 0.0)
         if name == "embedding":  # its gradient is zeros first
@@ -265,7 +264,7 @@ class _Builder:
             return {"parameters": int(held)}, None, 0.0
         memory = {"parameters": int(held), "gradients": int(held), "AdamW's moments": int(2 * held)}
         us = round(us + 1e6 * self.planner.hardware.alpha_seconds, 3)
-        summed = PricedTransition("P", "I", LOCAL, "all_reduce", 0, sent, us) if sent else None
+        summed = PricedTransition("P", "I", LOCAL, "all_reduce", 0, sent, us, ranks=t) if sent else None
         return memory, summed, round(optimizer, 3)
 
 
@@ -277,20 +276,33 @@ def _inside(fqn: str, region: str) -> str:
 # -- transitions and texts
 
 
+def is_move(node: fx.Node) -> bool:
+    """True if the node is a transition, of the axis that is planned or of one outside of it."""
+    return node.op == "call_function" and str(node.target) == TRANSITION
+
+
 def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
-    src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
-    row, val, root = collectives(src, dst), value.meta[VAL], value
+    """The transition `made` of a value, on its own axis. One outside of the axis that is planned was made when shapes were
+    local: what its ranks have together is what its whole end has. Planned ranks share that as they share the value."""
+    axis, val, root = argument(made, "axis"), value.meta[VAL], value
+    src, dst, ranks = value.meta[PLACEMENT], made.meta[PLACEMENT], planner.t
+    numel, shape = program.sizes.numel(val), program.sizes.shape(val)
+    if axis != planner.axis:
+        src, dst = ends_of(program, made)
+        ranks = argument(made, "size")
+        if src.is_shard:
+            numel = ranks * numel if dst.is_shard else program.sizes.numel(made.meta[VAL])
+        numel = round(numel * share(made.meta[PLACEMENT], planner.t))
     while is_transition(root):  # one of several in a row: what they move decides
         root = root.all_input_nodes[0]
-    needs_grad = root in planner.differentiable
-    shape = program.sizes.shape(val)
-    sizes = (program.sizes.numel(val), val.dtype.itemsize, planner.hardware, planner.t)
+    row, needs_grad = collectives(src, dst), root in planner.differentiable
+    sizes = (numel, val.dtype.itemsize, planner.hardware, ranks)
     pieces = in_pieces(src, shape) or in_pieces(dst, shape)
     cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
-    seconds = (cost.seconds, cost.forward_seconds)
-    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))
+    us, forward_us = (round(1e6 * s, 3) for s in (cost.seconds, cost.forward_seconds))
+    return PricedTransition(*ends, row.forward, backward, *sent, us, forward_us, axis, ranks)
 
 
 def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
@@ -303,7 +315,8 @@ def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTrans
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * program.sizes.numel(value)
     cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
-    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
+    sent = payload(ALL_GATHER, numel, t) * itemsize
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, sent, 0, cost_us, cost_us, ranks=t)
 
 
 def text_of(placement: Placement, program: Program) -> str:

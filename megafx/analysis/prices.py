@@ -68,7 +68,8 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
         return product_seconds(program.sizes.numel(made) / n, n, terms, dtype, factor.element_size(), hardware)
     flops = op_flops(name, program.sizes.numel(made), terms)
     if kind == ATTENTION:
-        return attention_seconds(flops, dtype, hardware, dropout=float(argument(node, "dropout_p", 0.0) or 0.0) > 0)[0]
+        dropout = float(argument(node, "dropout_p", 0.0) or 0.0) > 0
+        return attention_seconds(flops, dtype, hardware, dropout=dropout, keys=terms)[0]
     moved = op_bytes(name, bytes_of(program, node), [*map(program.sizes.bytes, operands)])
     once = max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
     return once + (hardware.kernel_seconds if moved else 0.0)

@@ -219,6 +219,8 @@ def op_seconds(
 
 # Attention's backward makes five products, its forward two.
 ATTENTION_BACKWARD = 2.5
+# Keys of a query in the attention that a profile's rates are of, and in that of its 'long' ones.
+ATTENTION_KEYS, LONG_KEYS = 2048, 32768
 
 
 def product_seconds(m: float, n: float, k: float, dtype: str, itemsize: int, hardware: Hardware) -> float:
@@ -252,18 +254,28 @@ def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return math.hypot(*(math.log(x / y) for x, y in zip(one, other, strict=True)))
 
 
-def attention_seconds(flops: float, dtype: str, hardware: Hardware, *, dropout: bool) -> tuple[float, float]:
-    """(forward, backward). flops: of forward, unmasked part only."""
-    kind = "dropout " if dropout else ""
+def attention_seconds(
+    flops: float, dtype: str, hardware: Hardware, *, dropout: bool, keys: int = 0
+) -> tuple[float, float]:
+    """(forward, backward). flops: of forward, unmasked part only; keys: of a query, masked ones too."""
     scale = hardware.flops(dtype) / hardware.flops("bfloat16")
-    rates = [
-        scale * hardware.attention.get(f"{kind}{way}", hardware.flops("bfloat16")) for way in ("forward", "backward")
-    ]
+    rates = [scale * _attention_rate(way, hardware, dropout, keys) for way in ("forward", "backward")]
     forward, backward = (
         hardware.kernel_seconds + times * flops / rate
         for times, rate in zip((1.0, ATTENTION_BACKWARD), rates, strict=True)
     )
     return forward, backward
+
+
+def _attention_rate(way: str, hardware: Hardware, dropout: bool, keys: int) -> float:
+    """FLOP/s. What a sequence takes beside its products (ends of the mask, of kernels) is a share that falls with its length:
+    seconds a FLOP are a line in 1 / keys through the two lengths that are measured."""
+    rate = hardware.attention.get(f"{'dropout ' * dropout}{way}", hardware.flops("bfloat16"))
+    of_long = hardware.attention.get(f"{'dropout ' * dropout}long {way}")
+    if of_long is None or keys <= ATTENTION_KEYS:
+        return rate
+    at = (1 / keys - 1 / LONG_KEYS) / (1 / ATTENTION_KEYS - 1 / LONG_KEYS)
+    return 1 / (at / rate + (1 - at) / of_long)
 
 
 def library_seconds(collective: str, sent: float, hardware: Hardware, t: int) -> float:

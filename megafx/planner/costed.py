@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import LOCAL
 from megafx.planner.hardware import Hardware
 from megafx.units import bytes_text
@@ -11,7 +12,9 @@ from megafx.units import bytes_text
 
 @dataclass(frozen=True)
 class PricedTransition:
-    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
+    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward.
+
+    axis, ranks: of the mesh, and how many it has; 0: not known."""
 
     src: str
     dst: str
@@ -21,9 +24,12 @@ class PricedTransition:
     backward_bytes: int
     cost_us: float
     forward_us: float = 0.0
+    axis: str = TENSOR_AXIS
+    ranks: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{self.src}->{self.dst}"]
+        outer = "" if self.axis == TENSOR_AXIS else f"@{self.axis}"
+        parts = [f"{self.src}->{self.dst}{outer}"]
         if self.forward != LOCAL:
             parts.append(f"fwd {self.forward} {bytes_text(self.forward_bytes)}")
         if self.backward != LOCAL:

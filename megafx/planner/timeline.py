@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.cost import library_seconds, memory_seconds, sum_seconds
 from megafx.planner.costed import CostedGraph, CostedOp
@@ -69,6 +70,7 @@ class StepTimes:
     host_us: float = 0.0
     graphs_us: float = 0.0
     flops: float = 0.0  # of one rank: products and attention, forward and backward
+    exposed_by_axis: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,11 @@ def _step(picture: CostedGraph) -> StepTimes:
             us = part.times * segment.us
             step.compute_us += us if segment.lane == COMPUTE else 0.0
             step.send_us += us if segment.lane == SEND else 0.0
-            step.exposed_us += us if segment.lane == WAIT else 0.0
+            if segment.lane == WAIT:
+                step.exposed_us += us
+                move = picture.nodes[segment.node].move if segment.node >= 0 else None
+                axis = TENSOR_AXIS if move is None else move.axis
+                step.exposed_by_axis[axis] = step.exposed_by_axis.get(axis, 0.0) + us
     step.host_us = max(step.total_us - step.compute_us - step.exposed_us, 0.0)
     passes = 3 if picture.training else 1
     step.flops = passes * sum(picture.regions[n.region].times * n.flops for n in picture.nodes)
@@ -143,7 +149,7 @@ def _step(picture: CostedGraph) -> StepTimes:
 
 class _Schedule:
     def __init__(self, picture: CostedGraph) -> None:
-        self.picture, self.hardware, self.t = picture, picture.hardware, picture.ranks
+        self.picture, self.hardware, self.t = picture, picture.hardware, picture.ranks  # of the axis that is planned
         self.device = self.link = self.host = 0.0  # when each is free
         self.ready: dict[int, float | _Sent] = {}
         self.sent: dict[int, _Sent] = {}  # backward collectives of transitions
@@ -237,7 +243,10 @@ class _Schedule:
         """A product's gathered operand is not kept for the gradient of its weight: its shards are gathered beside products."""
         for source in self.sources[i]:
             move = self.picture.nodes[source].move
-            if move is not None and move.forward == ALL_GATHER and source not in self.again:
+            inner = (
+                move is not None and move.axis == TENSOR_AXIS
+            )  # others are kept, but for those that a budget makes again
+            if move is not None and inner and move.forward == ALL_GATHER and source not in self.again:
                 found = self._send(part, source, self.device, ALL_GATHER, move.forward_bytes, 0.0, False)
                 assert found is not None
                 self.again[source] = found
@@ -249,8 +258,11 @@ class _Schedule:
         last is a product, which makes its operand."""
         if collective == LOCAL:
             return None
-        us = 1e6 * library_seconds(collective, sent, self.hardware, self.t) + copied
-        found = self._in_pieces(i, at, collective, sent, by_product)
+        move = self.picture.nodes[i].move
+        inner = move is None or move.axis == TENSOR_AXIS
+        ranks = self.t if move is None or inner else move.ranks
+        us = 1e6 * library_seconds(collective, sent, self.hardware, ranks) + copied
+        found = self._in_pieces(i, at, collective, sent, by_product) if inner else None
         if found is None or (collective == ALL_REDUCE and found.start + found.us + found.sums > at + us):
             found = _Sent(i, at, us)
         found.collective, found.sent = collective, sent

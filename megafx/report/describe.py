@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from megafx.analysis.costed_graph import priced, statistics, style_of, text_of
+from megafx.analysis.costed_graph import is_move, priced, statistics, style_of, text_of
 from megafx.config import Config
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
@@ -168,8 +168,9 @@ def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[Pri
     while stack:
         value = stack.pop()
         for user in value.users:
-            if is_transition(user) and PLACEMENT in value.meta:
+            if is_move(user) and PLACEMENT in value.meta:
                 transitions.append(priced(program, planner, value, user))
-                stack.append(user)
+                if is_transition(user):
+                    stack.append(user)
     gathered = statistics(program, planner, node)
     return tuple(transitions) if gathered is None else (*transitions, gathered)

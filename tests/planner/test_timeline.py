@@ -152,6 +152,14 @@ def test_modelled_steps_are_near_recorded_ones(hardware: str, off: float) -> Non
         assert report_of(row, hardware).step.total_us / 1e3 == pytest.approx(ms, rel=off), row
 
 
+@pytest.mark.parametrize("row", [(32768, 1, 2), (131072, 2, 2)])
+def test_modelled_steps_of_ranks_that_cut_a_sequence_are_near_recorded_ones(row: tuple[int, int, int]) -> None:
+    from modelled_steps import CONTEXT, context_ms
+
+    ms, waits = context_ms(*row)
+    assert ms == pytest.approx(CONTEXT[row], rel=0.1) and waits > 1
+
+
 @pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_auto_picks_a_configuration_within_3_percent_of_the_fastest_recorded_one(layers: int) -> None:
     """Of what was recorded in one run. With one layer: the batch whose rows are nearest to each other."""

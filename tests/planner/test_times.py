@@ -41,6 +41,18 @@ def test_attention_is_priced_by_kind() -> None:
     assert attention_seconds(1000, "bfloat16", measured, dropout=True) == (20.0, 100.0)
 
 
+def test_attention_of_long_sequences_is_nearer_to_its_products() -> None:
+    rates = {"forward": 100.0, "backward": 100.0, "long forward": 200.0, "dropout forward": 50.0}
+    measured = replace(HW, attention=rates)
+    seconds = [
+        attention_seconds(1000, "bfloat16", measured, dropout=False, keys=keys)[0] for keys in (512, 2048, 8192, 32768)
+    ]
+    assert (seconds[0], seconds[1], seconds[3]) == (10.0, 10.0, pytest.approx(5.0)) and 5 < seconds[2] < 7
+    assert 4 < attention_seconds(1000, "bfloat16", measured, dropout=False, keys=10**9)[0] < 5
+    for dropout in (False, True):  # what was not measured is as fast as short ones
+        assert attention_seconds(1000, "bfloat16", measured, dropout=dropout, keys=32768)[dropout is False] >= 20.0
+
+
 def test_collectives_are_those_of_the_nearest_number_of_ranks() -> None:
     measured = replace(HW, collectives={ALL_REDUCE: {2: [1.0, 10.0], 8: [4.0, 20.0]}})
     assert library_seconds(ALL_REDUCE, 100, HW, 4) == 2.0 + 100 / 5.0

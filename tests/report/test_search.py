@@ -16,9 +16,10 @@ import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
 from megafx.planner.hardware import Hardware
+from megafx.planner.whole_step import data_link
 from megafx.report.stages import pipeline_stages
 from megafx.units import bytes_text
-from megafx.what_if import TWINS, Candidate, Found, _data_link
+from megafx.what_if import TWINS, Candidate, Found
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)
 
@@ -173,10 +174,10 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_between_hosts_data_parallel_ranks_use_the_network() -> None:
     hardware = Hardware.load("h100-nvlink")
     link, network = hardware.link_bytes_per_second, hardware.network_bytes_per_second
-    assert _data_link(2, 4, hardware) == _data_link(8, 1, hardware) == link  # one host
-    assert _data_link(8, 2, hardware) == network  # one rank of the group a host
-    assert _data_link(4, 4, hardware) == 2 * network
-    assert _data_link(1, 16, hardware) == link  # eight network cards are no slower
+    assert data_link(2, 4, hardware) == data_link(8, 1, hardware) == link  # one host
+    assert data_link(8, 2, hardware) == network  # one rank of the group a host
+    assert data_link(4, 4, hardware) == 2 * network
+    assert data_link(1, 16, hardware) == link  # eight network cards are no slower
     config = megafx.Config(hardware="h100-nvlink", seq_length=128, params_dtype="bfloat16")
     example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long)}
     tried = megafx.search(Uneven(), 16, "80GiB", config, **example)
@@ -184,6 +185,31 @@ def test_between_hosts_data_parallel_ranks_use_the_network() -> None:
     assert {c.config.tensor_model_parallel_size for c in every(tried)} <= {1, 2, 4, 8}
     with pytest.raises(UsageError, match="network_bytes_per_second"):
         _ = megafx.search(Uneven(), 16, "80GiB", config.replace(hardware="pcie"), **example).config
+
+
+def test_sequences_are_cut_where_they_are_long() -> None:
+    model, inputs = zoo.build("nanogpt", layers=1)
+    example = {"example_inputs": inputs(2, 16)}
+    config = CONFIG.replace(seq_length=8192)
+    tried = every(megafx.search(model, 4, "80GiB", config, batches=(1,), shown=1000, **example))
+    axes = [(c.config.tensor_model_parallel_size, c.config.context_parallel_size) for c in tried]
+    assert {*axes} == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}, "4 ranks would have fewer than 4,096 tokens each"
+    for c in tried:
+        k = c.config
+        assert (k.data_parallel_size or 1) * k.tensor_model_parallel_size * k.context_parallel_size == 4
+        assert (c.parts["context-parallel collectives"] > 0) == (k.context_parallel_size > 1)
+        shares_gradients = (k.data_parallel_size or 1) * k.context_parallel_size > 1
+        assert (c.parts["data-parallel collectives"] > 0) == shares_gradients
+    two_by_two = [c for c in tried if c.config.context_parallel_size == c.config.tensor_model_parallel_size == 2]
+    one = next(c for c in two_by_two if c.config.data_parallel == "ddp")
+    plan = megafx.plan(model, one.config, **example)
+    step = plan.report.step
+    exposed = one.parts["context-parallel collectives"] + one.parts["tensor-parallel collectives"]
+    assert exposed == pytest.approx(step.exposed_us) and step.exposed_by_axis["cp"] > 0
+    fsdp = next(c for c in two_by_two if c.config == one.config.replace(data_parallel="fsdp"))
+    assert fsdp.memory["gradients"] == plan.report.picture.memory["gradients"] // 2, "ranks of a sequence hold shards"
+    given = megafx.search(model, 4, "80GiB", CONFIG.replace(context_parallel_size=4), batches=(1,), **example)
+    assert {c.config.context_parallel_size for c in every(given)} == {4}, "a number that is asked for"
 
 
 def test_utilization_is_that_of_the_datasheet() -> None:

@@ -66,7 +66,8 @@ class Hardware:
     launch_seconds           time of the host to launch one op
     kernel_seconds           fixed time of a kernel
     products                 (m, n, k, seconds) of products in bfloat16: seconds by CUDA events
-    attention                FLOP/s, of what is not masked: 'forward', 'backward', and both with 'dropout ' before it
+    attention                FLOP/s, of what is not masked: 'forward', 'backward' (2,048 keys), 'long forward', 'long backward'
+                             (32,768 keys), and all with 'dropout ' before them
     collectives              collective -> ranks -> (seconds of a tiny one, bytes that a rank sends per second)
     hidden                   part of a collective's time that a product beside it hides: its kernel gets multiprocessors late
     beside                   slowdown factor of a product beside 'copies' between ranks, or a collective of the 'library'
