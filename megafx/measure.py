@@ -1,7 +1,9 @@
 """`megafx.profile_hardware`: measure what the planner prices a machine by, and write it as a profile.
 
 Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, collectives by kind and number of
-ranks. On GPUs also what the timeline needs (planner/timeline.py): products by shape, attention, launches, overlap.
+ranks. On several hosts these are of the ranks of one host, and the network is measured beside them: collectives of groups with
+one rank on each host, all at once. On GPUs also what the timeline needs (planner/timeline.py): products by shape, attention,
+launches, overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.distributed.exchange import PeerMemory
 from megafx.errors import UsageError
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payload
-from megafx.planner.cost import ATTENTION_BACKWARD
+from megafx.planner.cost import ATTENTION_BACKWARD, ATTENTION_KEYS, LONG_KEYS
 from megafx.planner.hardware import Hardware
 from megafx.progress import stage
 
@@ -44,7 +46,7 @@ TOKENS, WEIGHTS = (
 LOOPS = 10  # of a kernel between two events
 # Seconds that the device is busy before a kernel is timed, so that its clock falls to what the power limit allows in training.
 LOADED = 0.3
-ATTENTION = (4, 32, 2048, 128)
+ATTENTION, LONG = (4, 32, ATTENTION_KEYS, 128), (1, 32, LONG_KEYS, 128)
 REDUCED = 2**26
 TRANSFER = 2**28  # so large that half of it takes longer than a slow host's launches
 
@@ -55,9 +57,9 @@ def profile_hardware(
 ) -> Hardware:
     """Rates of this machine, measured; written to `path` as YAML, which `Config(hardware=path)` takes.
 
-    Under torchrun collective over all ranks: they measure the link together, and rank 0 writes. link: in one process, the
-    profile whose link is taken over. name: of the profile; default: that of the file. Raises UsageError in one process
-    without `link`.
+    Under torchrun collective over all ranks: they measure the link together, and rank 0 writes. On several hosts they measure
+    the network too, and gpus_per_host is torchrun's LOCAL_WORLD_SIZE. link: with one rank on a host, the profile whose link is
+    taken over. name: of the profile; default: that of the file. Raises UsageError for one rank on a host without `link`.
     """
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -72,7 +74,8 @@ def profile_hardware(
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks == 1 and link is None:
+        local = _local_ranks(ranks)
+        if local == 1 and link is None:
             raise UsageError(
                 "one process cannot measure the link between ranks",
                 fix="start with `torchrun --nproc-per-node 2 -m megafx.cli profile-hardware FILE`, or take the link of a "
@@ -80,24 +83,41 @@ def profile_hardware(
             )
         flops = {dtype: _matmul_flops(getattr(torch, dtype), device) for dtype in dtypes}
         memory, host = _copy_rate(device), _host_rate(device)
-        collectives = _collectives(device, ranks)
-        alpha, rate = collectives[ALL_REDUCE][ranks] if ranks > 1 else _link_of(link)
-        schedule = _schedule(device, ranks) if device.type == "cuda" else {}
+        collectives = _collectives(device, local)
+        alpha, rate = collectives[ALL_REDUCE][local] if local > 1 else _link_of(link)
+        network = {} if local == ranks else _network(device, local, alpha)
+        schedule = _schedule(device, local) if device.type == "cuda" else {}
     finally:
         if started:
             dist.destroy_process_group()
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    source = f"measured on {ranks}x {what}, {datetime.date.today()}, torch {torch.__version__}"
-    source += "" if ranks > 1 else f"; the link is that of {link}"
+    hosts = f" of {ranks // local} hosts" if local < ranks else ""
+    source = f"measured on {ranks}x {what}{hosts}, {datetime.date.today()}, torch {torch.__version__}"
+    source += "" if local > 1 else f"; the link is that of {link}"
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     found = Hardware(
         name or (Path(path).stem if path else what), flops, memory, rate, alpha, source, total, host,
-        collectives={kind: {n: list(pair) for n, pair in by.items()} for kind, by in collectives.items()}, **schedule,
+        collectives={kind: {n: list(pair) for n, pair in by.items()} for kind, by in collectives.items()},
+        **network, **schedule,
     )  # fmt: skip
     if path is not None and os.environ.get("RANK", "0") == "0":
         written = {k: v for k, v in asdict(found).items() if v not in (None, (), {})}
         Path(path).write_text(yaml.safe_dump(written, sort_keys=False, default_flow_style=None))
     return found
+
+
+def _local_ranks(ranks: int) -> int:
+    """Ranks of a host, as torchrun says; without it, all of them. Raises UsageError where hosts have different numbers."""
+    if ranks == 1:
+        return 1
+    sizes: list[Any] = [None] * ranks
+    dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    if len({*sizes}) > 1 or ranks % sizes[0]:
+        raise UsageError(
+            f"the {ranks} ranks are not shared evenly by their hosts, which have {', '.join(map(str, dict.fromkeys(sizes)))}",
+            fix="start as many ranks on each host (torchrun --nproc-per-node)",
+        )
+    return int(sizes[0])
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -141,23 +161,39 @@ def _host_rate(device: torch.device) -> float:
 def _collectives(device: torch.device, ranks: int) -> dict[str, dict[int, tuple[float, float]]]:
     """Kind -> number of ranks -> (seconds of a tiny one, bytes that a rank sends per second inside of a large one).
 
-    Of 2, 4, 8, ... of the ranks, and of all: the first so many, while the others wait."""
+    Of 2, 4, 8, ... of the ranks of a host, and of all of them: the first so many, while the others wait."""
     found: dict[str, dict[int, tuple[float, float]]] = {kind: {} for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)}
     sizes = [2**i for i in range(1, ranks.bit_length()) if 2**i < ranks] + ([ranks] if ranks > 1 else [])
     for n in sizes:
-        group = dist.new_group(list(range(n))) if n < ranks else dist.group.WORLD
+        group = dist.new_group(list(range(n))) if n < dist.get_world_size() else dist.group.WORLD
         for kind, by_ranks in found.items():
-            alpha, seconds = (
-                _seconds_of(kind, count, device, n, group) for count in (2 * n, REDUCE_BYTES[device.type] // 4)
-            )
-            sent = payload(kind, REDUCE_BYTES[device.type] // 4 // n * n, n) * 4
-            by_ranks[n] = (alpha, sent / max(seconds - alpha, 1e-9))
+            by_ranks[n] = _alpha_and_rate(kind, device, n, group if dist.get_rank() < n else None)
     return {kind: by_ranks for kind, by_ranks in found.items() if by_ranks}
+
+
+def _network(device: torch.device, local: int, alpha: float) -> dict[str, Any]:
+    """The fields of `Hardware` that price what goes from host to host. alpha: seconds of a tiny collective on one host.
+
+    Groups with one rank on each host run at once, as those of data-parallel ranks do, so that all of a host's GPUs send."""
+    ranks = dist.get_world_size()
+    hosts = ranks // local
+    groups = [dist.new_group([*range(i, ranks, local)]) for i in range(local)]
+    group = groups[dist.get_rank() % local]
+    found = [_alpha_and_rate(kind, device, hosts, group) for kind in (ALL_GATHER, REDUCE_SCATTER)]
+    tiny = sum(pair[0] for pair in found) / 2
+    rate = 2 / sum(1 / pair[1] for pair in found)
+    step = max(tiny - alpha, 0.0) / (hosts - 1)
+    return {"gpus_per_host": local, "network_bytes_per_second": rate, "network_seconds": step}
+
+
+def _alpha_and_rate(kind: str, device: torch.device, n: int, group: Any) -> tuple[float, float]:
+    """(seconds of a tiny one, bytes that a rank sends per second inside of a large one). group: None on ranks that wait."""
+    alpha, seconds = (_seconds_of(kind, count, device, n, group) for count in (2 * n, REDUCE_BYTES[device.type] // 4))
+    return alpha, payload(kind, REDUCE_BYTES[device.type] // 4 // n * n, n) * 4 / max(seconds - alpha, 1e-9)
 
 
 def _seconds_of(kind: str, count: int, device: torch.device, n: int, group: Any) -> float:
     """Of a collective of so many fp32 elements in all; what the slowest rank measured, on every rank."""
-    mine = dist.get_rank() < n
     whole = torch.zeros(count // n * n, device=device)
     part = whole[: whole.numel() // n].clone()
     runs: dict[str, Callable[[], object]] = {
@@ -165,7 +201,7 @@ def _seconds_of(kind: str, count: int, device: torch.device, n: int, group: Any)
         ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part, group=group),
         REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole, group=group),
     }
-    return _seconds(runs[kind] if mine else lambda: None, device)
+    return _seconds(runs[kind] if group is not None else lambda: None, device)
 
 
 def _link_of(profile: str | None) -> tuple[float, float]:
@@ -227,37 +263,46 @@ def _products(device: torch.device) -> Iterator[tuple[int, int, int, float]]:
 
 
 def _attention(device: torch.device) -> dict[str, float]:
-    """FLOP/s of causal attention, forward and backward, without and with dropout."""
-    b, h, s, d = ATTENTION
-    q, k, v = (torch.randn(ATTENTION, device=device).bfloat16().requires_grad_() for _ in range(3))
+    """FLOP/s of causal attention, forward and backward, without and with dropout, and of long sequences."""
+    found: dict[str, float] = {}
     seed = torch.zeros((), dtype=torch.int64, device=device)
-    rest: Any = (d**-0.5, True, 0, 0.0, 0, 0.1, 1, -1, [], "tp")
-    kinds: dict[str, Callable[[], torch.Tensor]] = {
-        "": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "dropout ": lambda: torch.ops.megafx.attention(q, k, v, None, None, None, None, seed, *rest),
-    }
-    flops, found = 2.0 * b * h * s * s * d, {}
-    for kind, run in kinds.items():
+    rest: Any = (ATTENTION[-1] ** -0.5, True, 0, 0.0, 0, 0.1, 1, -1, [], "tp")
+    library: Callable[..., torch.Tensor] = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    dropped: Callable[..., torch.Tensor] = lambda q, k, v: torch.ops.megafx.attention(  # noqa: E731
+        q, k, v, None, None, None, None, seed, *rest
+    )
+    for kind, shape, op in (("", ATTENTION, library), ("dropout ", ATTENTION, dropped), ("long ", LONG, library)):
+        b, h, s, d = shape
+        q, k, v = (torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3))
+        flops, run = 2.0 * b * h * s * s * d, functools.partial(op, q, k, v)
         out = run()
         grad = torch.ones_like(out)
         found[f"{kind}forward"] = flops / _kernel_seconds(run)
-        back = _kernel_seconds(lambda out=out, grad=grad: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))  # type: ignore[misc]
+        back = _kernel_seconds(functools.partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True))
         found[f"{kind}backward"] = ATTENTION_BACKWARD * flops / back
     return found
 
 
 def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
-    """What products and transfers do to each other: a gradient of a weight, and a collective of its operand."""
+    """What products and transfers do to each other: a gradient of a weight, and a collective of its operand. Of the ranks of a
+    host, on all hosts at once."""
+    world = dist.get_world_size()
+    hosts = (
+        [dist.new_group([*range(i, i + ranks)]) for i in range(0, world, ranks)]
+        if ranks < world
+        else [dist.group.WORLD]
+    )
+    group: Any = hosts[dist.get_rank() // ranks]
     a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
     product: Callable[[], object] = lambda: torch.mm(a, b)  # noqa: E731
     whole = torch.zeros(REDUCED // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
     alone, collective = (
         _kernel_seconds(lambda: [product() for _ in range(4)]),
-        _kernel_seconds(lambda: dist.all_reduce(whole)),
+        _kernel_seconds(lambda: dist.all_reduce(whole, group=group)),
     )
 
     def both() -> None:
-        work = dist.all_reduce(whole, async_op=True)
+        work = dist.all_reduce(whole, group=group, async_op=True)
         for _ in range(4):
             product()
         assert work is not None
@@ -267,12 +312,11 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
     hidden = min(max((alone + collective - together) / collective, 0.0), 1.0)
     found: dict[str, Any] = {"hidden": hidden, "beside": {"library": 1.0}}
     try:
-        group: Any = dist.group.WORLD
         peers = PeerMemory(group)
         memory = peers.allocate(TRANSFER)
     except (RuntimeError, ValueError, ImportError):  # ranks do not reach each other's memory
         return found
-    target, other = torch.empty(TRANSFER, dtype=torch.uint8, device=device), memory[(dist.get_rank() + 1) % ranks]
+    target, other = torch.empty(TRANSFER, dtype=torch.uint8, device=device), memory[(dist.get_rank(group) + 1) % ranks]
 
     def copy(size: int, busy: bool = False) -> None:
         peers.begin()

@@ -23,17 +23,18 @@ from megafx.config import Config
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
 from megafx.passes.plan.plan_sharding import plan_sharding
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import DDP, DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.planner.timeline import StepTimes, timeline
-from megafx.planner.whole_step import in_form, out_of_reach, whole_steps
+from megafx.planner.whole_step import copies_of, in_form, out_of_reach, whole_steps
 from megafx.progress import stage
 from megafx.units import bytes_text, time_text
 
 LEAST_TOKENS = 4096  # of a context-parallel rank: with fewer, products lose rate, and other axes serve as well
+TWINS_SHOWN = 3
 TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one choice: the model knows steps to several percent
 
 
@@ -179,7 +180,7 @@ class Found:
             table.add_column(name, overflow="fold")
         for c in self.best:
             k = c.config
-            form = k.data_parallel if (k.data_parallel_size or 1) * k.context_parallel_size > 1 else ""
+            form = _form_text(k) if (k.data_parallel_size or 1) * k.context_parallel_size > 1 else ""
             mfu = "" if c.mfu is None else f"{100 * c.mfu:.0f}%"
             numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", mfu)
             sizes = (bytes_text(c.bytes), bytes_text(c.sent))
@@ -191,7 +192,8 @@ class Found:
                 "on" if k.sequence_parallel else "off",
             )
             budget = "" if k.activation_memory_budget is None else k.activation_memory_budget
-            why = "\n".join([self.why(c), *(f"or {_twin_text(twin, c)}" for twin in c.twins)])
+            more = [f"or {len(c.twins) - TWINS_SHOWN} more"] if len(c.twins) > TWINS_SHOWN else []
+            why = "\n".join([self.why(c), *(f"or {_twin_text(twin, c)}" for twin in c.twins[:TWINS_SHOWN]), *more])
             table.add_row(*map(str, (*what, k.micro_batch_size, budget, *numbers, *sizes, why)))
         console.print(table)
         for layout, why in self.refused.items():
@@ -213,14 +215,20 @@ class Found:
 
 def _twin_text(twin: Candidate, row: Candidate) -> str:
     slower = 100 * twin.slower_than(row)
-    return f"{twin.config.data_parallel}: {slower:.1f}% slower, {bytes_text(twin.bytes)}"
+    return f"{_form_text(twin.config)}: {slower:.1f}% slower, {bytes_text(twin.bytes)}"
+
+
+def _form_text(config: Config) -> str:
+    """'fsdp', or 'fsdp/8' where eight data-parallel ranks hold a copy."""
+    shard = config.data_parallel_shard_size
+    return config.data_parallel + ("" if shard is None else f"/{shard}")
 
 
 def _without_twins(found: Iterable[Candidate]) -> list[Candidate]:
     """found: best first -> the same, but of forms of data parallelism whose steps are about equal the first has the others."""
     rows: list[tuple[Config, Candidate, list[Candidate]]] = []
     for candidate in found:
-        choice = in_form(candidate.config, "ddp")
+        choice = in_form(candidate.config, DDP)
         for other, first, twins in rows:
             if other == choice and candidate.slower_than(first) <= TWINS:
                 twins.append(candidate)
@@ -243,12 +251,12 @@ def search_call(
     """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
-    search = _Search(program, hardware, batches, memory, wants_grad)
+    search = _Search(program, hardware, batches, memory, config.data_parallel_shard_size, wants_grad)
     for t in [t for t in range(gpus, 0, -1) if gpus % t == 0]:
         for c in _context_sizes(config, gpus // t):
             for sequence in (False, True) if t > 1 else (False,):
                 d = gpus // (t * c)
-                options = config.replace(
+                options = in_form(config, DDP).replace(
                     tensor_model_parallel_size=t,
                     context_parallel_size=c,
                     sequence_parallel=sequence,
@@ -286,9 +294,11 @@ class _Search:
         hardware: Hardware,
         batches: Sequence[int],
         memory: int,
+        shard: int | None,
         wants_grad: Callable[[Input], bool],
     ) -> None:
         self.hardware, self.batches, self.memory, self.wants_grad = hardware, batches, memory, wants_grad
+        self.shard = shard  # data-parallel ranks that hold a copy, as the config asks for
         self.captured = program
         self.whole: Program | None = None  # before the sequence is cut
         self.ready: dict[tuple[bool | str, int], Program] = {}
@@ -299,7 +309,9 @@ class _Search:
         peak = hardware.peak_flops_per_second.get(dtype, 0.0)
         for picture, step, batch in self._priced(config):
             options = config.replace(micro_batch_size=batch)
-            for found in whole_steps(picture, step, options, hardware, self.memory):
+            shards = copies_of(config, hardware) if self.shard is None else [self.shard]
+            shards = [s for s in shards if (config.data_parallel_size or 1) % s == 0]
+            for found in whole_steps(picture, step, options, hardware, self.memory, shards):
                 yield Candidate(found.config, found.parts, found.memory, found.rows, step.flops, found.sent, rate, peak)
 
     def _planner(self, config: Config, given: Plan | None = None) -> Planner:
@@ -344,15 +356,14 @@ def modelled_step(
     left = [f"{what} are not in the step" for what in _not_priced(config)]
     if why := out_of_reach(t, t * d * config.context_parallel_size, hardware):
         left.append(f"data-parallel collectives are not in the step: {why}")
-        config = in_form(config, "ddp").replace(data_parallel_size=None, context_parallel_size=1)
+        config = in_form(config, DDP).replace(data_parallel_size=None, context_parallel_size=1)
     elif d * config.context_parallel_size == 1:
-        config = in_form(config, "ddp")
-    found = whole_steps(picture, step, config, hardware, sys.maxsize)
+        config = in_form(config, DDP)
+    shards = [config.data_parallel_shard_size or config.data_parallel_size or 1]
+    found = whole_steps(picture, step, config, hardware, sys.maxsize, shards)
     return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
 
 
 def _not_priced(config: Config) -> Iterator[str]:
     if config.activation_memory_budget is not None:
         yield "values computed again for activation_memory_budget"
-    if config.data_parallel_shard_size not in (None, config.data_parallel_size):
-        yield "what data_parallel_shard_size saves"

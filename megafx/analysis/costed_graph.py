@@ -21,6 +21,7 @@ from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
 from megafx.ops.owners import OWNER_PARAMETER
+from megafx.placements.data_axis import inner_ranks
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
 from megafx.planner.cost import (
@@ -286,8 +287,9 @@ def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) ->
     local: what its ranks have together is what its whole end has. Planned ranks share that as they share the value."""
     axis, val, root = argument(made, "axis"), value.meta[VAL], value
     src, dst, ranks = value.meta[PLACEMENT], made.meta[PLACEMENT], planner.t
-    numel, shape = program.sizes.numel(val), program.sizes.shape(val)
+    numel, shape, inner = program.sizes.numel(val), program.sizes.shape(val), 1
     if axis != planner.axis:
+        inner = inner_ranks(axis, planner.t, planner.data.context if planner.data is not None else 1)
         src, dst = ends_of(program, made)
         ranks = argument(made, "size")
         if src.is_shard:
@@ -298,11 +300,11 @@ def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) ->
     row, needs_grad = collectives(src, dst), root in planner.differentiable
     sizes = (numel, val.dtype.itemsize, planner.hardware, ranks)
     pieces = in_pieces(src, shape) or in_pieces(dst, shape)
-    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
+    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces, inner=inner)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
     us, forward_us = (round(1e6 * s, 3) for s in (cost.seconds, cost.forward_seconds))
-    return PricedTransition(*ends, row.forward, backward, *sent, us, forward_us, axis, ranks)
+    return PricedTransition(*ends, row.forward, backward, *sent, us, forward_us, axis, ranks, inner)
 
 
 def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:

@@ -17,7 +17,7 @@ from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.offload import is_on_host
-from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, GRADIENT_AXIS
+from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, GRADIENT_AXIS, inner_ranks
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import (
     DTYPE_OF_ITEMSIZE,
@@ -86,7 +86,9 @@ def copies(node: fx.Node) -> bool:
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
     kind, operands = STARTS[node.target], node.all_input_nodes
     args: Any = node.args
+    inner = 1
     if (batch := program.batch) is not None:
+        inner = inner_ranks(args[-1], t, batch.context)
         t = {GRADIENT_AXIS: batch.ranks * batch.context, CONTEXT_AXIS: batch.context}.get(
             args[-1], batch.ranks if args[-1] in DATA_AXES else t
         )
@@ -94,7 +96,7 @@ def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: 
     ranks = given[kind]() if kind in given else t
     whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
     sent = collective_bytes(kind, whole, operands[0].meta[VAL].element_size(), ranks)
-    return library_seconds(kind, sent, hardware, ranks)
+    return library_seconds(kind, sent, hardware, ranks, inner)
 
 
 def _workload(program: Program, size: int | torch.SymInt) -> int:

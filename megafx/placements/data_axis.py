@@ -36,6 +36,16 @@ JOINED = {
     CONTEXT_COPY_AXIS: (SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
 }
 DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
+
+
+def inner_ranks(axis: str, t: int, context: int) -> int:
+    """Ranks of the axes inside of this one, with t tensor- and so many context-parallel ranks: its neighbours are so many
+    apart. (Those that hold the same shard are farther apart, by the ranks of a copy.)"""
+    if axis in (TENSOR_AXIS, COPY_AXIS, CONTEXT_COPY_AXIS):
+        return 1
+    return t if axis in (CONTEXT_AXIS, GRADIENT_AXIS, CONTEXT_SHARD_AXIS) else t * context
+
+
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 
 

@@ -20,6 +20,7 @@ from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
 from megafx.placements.types import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     LOCAL,
     REDUCE_SCATTER,
     Owned,
@@ -106,13 +107,44 @@ def collective_bytes(collective: str, numel: int, itemsize: int, t: int) -> int:
 
 
 def collective_seconds(
-    collective: str, numel: int, itemsize: int, hardware: Hardware, t: int, *, alphas: float = 1.0
+    collective: str, numel: int, itemsize: int, hardware: Hardware, t: int, *, alphas: float = 1.0, inner: int = 1
 ) -> float:
-    """alpha + bytes / bandwidth; `alphas`: the share of a launch that it pays. Local or t = 1: nothing."""
+    """alpha + bytes / bandwidth; `alphas`: the share of a launch that it pays. Local or t = 1: nothing. inner: ranks of the
+    axes inside of that of the t ranks, which says on how many hosts these are."""
     if collective == LOCAL or t == 1:
         return 0.0
     sent = collective_bytes(collective, numel, itemsize, t)
-    return alphas * hardware.alpha_seconds + sent / hardware.link_bytes_per_second
+    alpha, rate = across_hosts(
+        collective, hardware.alpha_seconds, hardware.link_bytes_per_second, hardware, t, hardware.hosts(t, inner)
+    )
+    return alphas * alpha + sent / rate
+
+
+# One step of a ring inside of a host, where the ring goes on to others; on one host it is in the measured alpha. Source: NCCL's
+# model, src/graph/tuning.cc, hwLat: NVLink, ring, LL128. A step of a tree between hosts takes TREE_STEP of a ring's there.
+RING_STEP_SECONDS = 1.9e-6
+TREE_STEP = 2.1
+
+
+def across_hosts(
+    collective: str, alpha: float, rate: float, hardware: Hardware, ranks: int, hosts: int
+) -> tuple[float, float]:
+    """(seconds of a tiny collective, bytes that a rank sends in a second) of a group on so many hosts. alpha, rate: on one.
+
+    Every GPU has its part of the network, so the ranks of a host send together. A ring goes through all ranks; an all-reduce
+    may be a tree of hosts instead, and an all-to-all sends to all at once.
+    """
+    if hosts <= 1 or hardware.network_bytes_per_second is None:
+        return alpha, rate
+    own = ranks / hosts  # on a host
+    if collective == ALL_TO_ALL:
+        outside = (ranks - own) / (ranks - 1)
+        return alpha + hardware.network_seconds, min(rate, hardware.network_bytes_per_second / outside)
+    ring = (ranks - hosts) * RING_STEP_SECONDS + (hosts - 1) * hardware.network_seconds
+    if collective == ALL_REDUCE:
+        tree = (own - 1) * RING_STEP_SECONDS + math.log2(hosts) * TREE_STEP * hardware.network_seconds
+        ring = 2 * min(ring, tree)
+    return alpha + ring, min(rate, own * hardware.network_bytes_per_second)
 
 
 # Part of the value that a collective of shards in pieces copies on each rank.
@@ -134,18 +166,20 @@ def transition_cost(
     needs_grad: bool = True,
     is_param: bool = False,
     in_pieces: bool = False,
+    inner: int = 1,
 ) -> Cost:
     """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others.
     in_pieces: a shard is not one range of the whole value's memory (`in_pieces`), so that what is gathered or scattered is
-    copied in addition."""
+    copied in addition. inner: as in `collective_seconds`."""
     row = collectives(src, dst)
     numel = round(numel * padding(src, t) * padding(dst, t))
     backward = row.backward if needs_grad else LOCAL
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
     copied = memory_seconds(2 * numel * itemsize, hardware) if in_pieces and t > 1 else 0.0  # read and written once
     return Cost(
-        collective_seconds(row.forward, numel, itemsize, hardware, t) + copied * _COPIED.get(row.forward, 0.0),
-        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced)
+        collective_seconds(row.forward, numel, itemsize, hardware, t, inner=inner)
+        + copied * _COPIED.get(row.forward, 0.0),
+        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced, inner=inner)
         + copied * _COPIED.get(backward, 0.0),
         collective_bytes(row.forward, numel, itemsize, t),
         collective_bytes(backward, numel, itemsize, t),
@@ -278,15 +312,16 @@ def _attention_rate(way: str, hardware: Hardware, dropout: bool, keys: int) -> f
     return 1 / (at / rate + (1 - at) / of_long)
 
 
-def library_seconds(collective: str, sent: float, hardware: Hardware, t: int) -> float:
+def library_seconds(collective: str, sent: float, hardware: Hardware, t: int, inner: int = 1) -> float:
     """A collective of NCCL (or gloo) while nothing else runs. sent: bytes that one rank sends. For a number of ranks that was
-    not measured, the nearest one."""
+    not measured, the nearest one. inner: as in `collective_seconds`."""
     if collective == LOCAL or t == 1:
         return 0.0
-    measured = hardware.collectives.get(collective)
-    if not measured:
-        return hardware.alpha_seconds + sent / hardware.link_bytes_per_second
-    alpha, rate = measured[min(measured, key=lambda ranks: abs(math.log(ranks / t)))]
+    hosts = hardware.hosts(t, inner)
+    alpha, rate = hardware.alpha_seconds, hardware.link_bytes_per_second
+    if measured := hardware.collectives.get(collective):
+        alpha, rate = measured[min(measured, key=lambda ranks: abs(math.log(ranks * hosts / t)))]
+    alpha, rate = across_hosts(collective, alpha, rate, hardware, t, hosts)
     return alpha + sent / rate
 
 

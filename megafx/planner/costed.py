@@ -14,7 +14,7 @@ from megafx.units import bytes_text
 class PricedTransition:
     """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward.
 
-    axis, ranks: of the mesh, and how many it has; 0: not known."""
+    axis, ranks: of the mesh, and how many it has; inner: ranks of the axes inside of it."""
 
     src: str
     dst: str
@@ -26,6 +26,7 @@ class PricedTransition:
     forward_us: float = 0.0
     axis: str = TENSOR_AXIS
     ranks: int = 0
+    inner: int = 1
 
     def __str__(self) -> str:
         outer = "" if self.axis == TENSOR_AXIS else f"@{self.axis}"

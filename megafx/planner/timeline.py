@@ -3,7 +3,8 @@
 The device computes in the order of the graph, and no op before the host has launched it; it waits for a value that is still on
 its way. Collectives run beside it, one after another, from the moment at which their operand is there:
 
-    of the library   while the device computes they advance slowly (`Hardware.hidden`): products leave them few multiprocessors
+    of the library   while the device computes they advance slowly (`Hardware.hidden`): products leave them few multiprocessors.
+                     A group of ranks that spans hosts sends by the network (planner/cost.py)
     in pieces        (tp_comm_overlap) copies, at their own speed. A product that reads a gather begins with this rank's rows;
                      rows of one whose result is scattered leave as they are made; then what came is summed
 
@@ -260,8 +261,8 @@ class _Schedule:
             return None
         move = self.picture.nodes[i].move
         inner = move is None or move.axis == TENSOR_AXIS
-        ranks = self.t if move is None or inner else move.ranks
-        us = 1e6 * library_seconds(collective, sent, self.hardware, ranks) + copied
+        group = (self.t, 1) if move is None or inner else (move.ranks, move.inner)
+        us = 1e6 * library_seconds(collective, sent, self.hardware, *group) + copied
         found = self._in_pieces(i, at, collective, sent, by_product) if inner else None
         if found is None or (collective == ALL_REDUCE and found.start + found.us + found.sums > at + us):
             found = _Sent(i, at, us)

@@ -3,8 +3,9 @@
 What is added is coarser than the timeline:
 
 - Collectives of data-parallel ranks overlap with forward and backward, which hides a part of them (`Hardware.hidden`): products
-  leave the library few multiprocessors, and are slower for what it takes. Ranks of one host use the link. A group that spans
-  hosts is limited by the network: by its ranks on a host times what each sends (`network_bytes_per_second`).
+  leave the library few multiprocessors, and are slower for what it takes. A group that spans hosts takes as long as the network
+  does (planner/cost.py), but its kernels no more of the device than on one host.
+- Parameters are gathered, and gradients scattered, a layer at a time; each call has a latency, which grows with the hosts.
 - Ranks that cut a sequence have summands of the same gradients, and share them out as data-parallel ranks do.
 - A budget of a fraction f costs at most (1 - f) of a forward pass.
 - Memory is that of parameters, gradients, AdamW's moments in the parameters' dtype (no fp32 copies) and of what is kept for
@@ -13,17 +14,18 @@ What is added is coarser than the timeline:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megafx.config import Config
-from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
+from megafx.placements.data_axis import CONTEXT_AXIS, DDP, FSDP, TENSOR_AXIS, ZERO1
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payload
+from megafx.planner.cost import library_seconds
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
 from megafx.planner.timeline import StepTimes
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
-BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,11 @@ class WholeStep:
 
 
 def whole_steps(
-    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, memory: int
+    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, memory: int, shards: Sequence[int]
 ) -> Iterator[WholeStep]:
-    """One for each form of data parallelism and each budget; of the budgets those up to the first that fits."""
+    """One for each form of data parallelism and each budget; of the budgets those up to the first that fits.
+
+    shards: numbers of data-parallel ranks that hold one copy of the parameters."""
     t, c, d = config.tensor_model_parallel_size or 1, config.context_parallel_size, config.data_parallel_size or 1
     n = d * c  # ranks that have summands of a gradient
     held = picture.memory
@@ -56,24 +60,18 @@ def whole_steps(
     computing = step.compute_us + step.host_us - picture.optimizer_us
     outer = {axis: us for axis, us in step.exposed_by_axis.items() if axis != TENSOR_AXIS}
     of_context, layers = outer.pop(CONTEXT_AXIS, 0.0), max(sum(times), 1)
-    rate = data_link(t, n, hardware)
-    once = 1e6 * grads * (n - 1) / n / rate
-    latest = 1e6 * min(grads, BUCKET) * (n - 1) / n / rate  # of the last bucket
-    exposed = lambda us, computing: max(us - computing, (1 - hardware.hidden) * us)  # noqa: E731
-    for form in ("ddp", "zero1", "fsdp") if n > 1 else ("ddp",):
-        waits = {
-            "ddp": max(exposed(2 * once, backward), 2 * latest),
-            "zero1": exposed(once, forward) + max(exposed(once, backward), latest),
-            "fsdp": exposed(once, forward) + max(exposed(2 * once, backward), latest),
-        }
-        whole = {"ddp": 1, "zero1": n, "fsdp": n}[form]
-        gathered = {"ddp": 0, "zero1": params, "fsdp": 2 * params // layers}[form]
+    sharded = [(form, shard) for form in (ZERO1, FSDP) for shard in shards] if n > 1 else []
+    for form, shard in [(DDP, 1), *sharded]:
+        group = _DataGroup(hardware, t, c, d, shard, layers, config.data_parallel_bucket_mib * 2**20)
+        waits = group.waits(form, params, grads, forward, backward)
+        whole = 1 if form == DDP else shard * c
+        gathered = {DDP: 0, ZERO1: params, FSDP: 2 * params // layers}[form]
         for fraction in FRACTIONS:
             parts = {
                 "computing": computing,
                 "tensor-parallel collectives": step.exposed_us - of_context - sum(outer.values()),
                 "context-parallel collectives": of_context,
-                "data-parallel collectives": sum(outer.values()) + (waits[form] if n > 1 else 0.0),
+                "data-parallel collectives": sum(outer.values()) + waits,
                 "the optimizer": picture.optimizer_us / whole,
                 "computing again in backward": 0.0 if fraction is None else (1 - fraction) * computing / 3,
             }
@@ -83,18 +81,79 @@ def whole_steps(
                 "AdamW's moments": moments // whole,
                 "kept for backward": int(kept * (1 if fraction is None else fraction)),
             }
-            sent = moved + (0 if n == 1 else int(grads * (n - 1) / n * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
-            changed = in_form(config, form).replace(activation_memory_budget=fraction)
+            changed = in_form(config, form, shard).replace(activation_memory_budget=fraction)
+            sent = moved + group.sent(form, params, grads)
             yield WholeStep(changed, parts, used, (config.micro_batch_size or 1) * d, sent)
             if sum(used.values()) <= memory:
                 break
 
 
-def in_form(config: Config, form: str) -> Config:
-    """The config with another form of data parallelism; "ddp" has no shards."""
-    return config.replace(
-        data_parallel=form, data_parallel_shard_size=None if form == "ddp" else config.data_parallel_shard_size
-    )
+def copies_of(config: Config, hardware: Hardware) -> list[int]:
+    """Numbers of data-parallel ranks that may hold one copy of the parameters: all, or those of some hosts."""
+    d = config.data_parallel_size or 1
+    host = max(hardware.gpus_per_host // ((config.tensor_model_parallel_size or 1) * config.context_parallel_size), 1)
+    return [*(s for s in range(host, d, host) if d % s == 0 and s > 1), d]
+
+
+@dataclass(frozen=True)
+class _DataGroup:
+    """Ranks that have summands of the same gradients: d data-parallel ones, each c that cut a sequence. shard: of the d, those
+    that hold one copy. layers: whose parameters are gathered apart; bucket: bytes of gradients that are reduced together."""
+
+    hardware: Hardware
+    t: int
+    c: int
+    d: int
+    shard: int
+    layers: int
+    bucket: int
+
+    def waits(self, form: str, params: int, grads: int, forward: float, backward: float) -> float:
+        """Microseconds that the device waits in a step of so many microseconds of forward and backward."""
+        if self.d * self.c == 1:
+            return 0.0
+        latest = min(self.bucket / max(grads, 1), 1.0)  # of the gradients, those of the last bucket
+        if form == DDP:
+            whole = self._us(ALL_REDUCE, grads, self.d * self.c, self.t, -(-grads // self.bucket))
+            return self._exposed(whole, backward, latest)
+        copy, inner = self.shard * self.c, self.t
+        gather, scatter = (
+            self._us(kind, size, copy, inner, self.layers)
+            for kind, size in ((ALL_GATHER, params), (REDUCE_SCATTER, grads))
+        )
+        buckets = -(-grads // copy // self.bucket)
+        between = self._us(ALL_REDUCE, grads // copy, self.d // self.shard, inner * copy, max(buckets, 1))
+        behind = [scatter, between] if form == ZERO1 else [gather, scatter, between]
+        total, of_link = (sum(us) for us in zip(*behind, strict=True))
+        return self._exposed(gather, forward) + self._exposed((total, of_link), backward, latest)
+
+    def _us(self, kind: str, size: int, ranks: int, inner: int, calls: int) -> tuple[float, float]:
+        """(microseconds, those at the rate of a host's link) of collectives of `size` bytes in all."""
+        sent = payload(kind, size, ranks) / calls
+        alone = replace(self.hardware, network_bytes_per_second=None)  # the ranks of a group as if on one host
+        found = [1e6 * calls * library_seconds(kind, sent, hw, ranks, inner) for hw in (self.hardware, alone)]
+        return found[0], found[1]
+
+    def _exposed(self, us: tuple[float, float], computing: float, latest: float = 0.0) -> float:
+        """What is waited for: what products leave no multiprocessors for, what takes longer than they do, or comes last."""
+        whole, of_link = us
+        return max(whole - computing, (1 - self.hardware.hidden) * of_link, latest * whole)
+
+    def sent(self, form: str, params: int, grads: int) -> int:
+        """Bytes of a rank in a step."""
+        if form == DDP:
+            return payload(ALL_REDUCE, grads, self.d * self.c)
+        copy = self.shard * self.c
+        gathers = 2 if form == FSDP else 1
+        inside = gathers * payload(ALL_GATHER, params, copy) + payload(REDUCE_SCATTER, grads, copy)
+        return inside + payload(ALL_REDUCE, grads // copy, self.d // self.shard)
+
+
+def in_form(config: Config, form: str, shard: int | None = None) -> Config:
+    """The config with another form of data parallelism; "ddp" has no shards. shard: data-parallel ranks that hold a copy."""
+    shard = config.data_parallel_shard_size if shard is None else shard
+    alone = form == DDP or shard == (config.data_parallel_size or 1)
+    return config.replace(data_parallel=form, data_parallel_shard_size=None if alone else shard)
 
 
 def out_of_reach(t: int, gpus: int, hardware: Hardware) -> str:
@@ -104,11 +163,3 @@ def out_of_reach(t: int, gpus: int, hardware: Hardware) -> str:
     if gpus > hardware.gpus_per_host and hardware.network_bytes_per_second is None:
         return f"the profile '{hardware.name}' does not say what hosts send each other (network_bytes_per_second)"
     return ""
-
-
-def data_link(t: int, n: int, hardware: Hardware) -> float:
-    """Bytes a second of the link between n ranks of which each holds one of t tensor-parallel ones."""
-    if t * n <= hardware.gpus_per_host:
-        return hardware.link_bytes_per_second
-    assert hardware.network_bytes_per_second is not None
-    return min(hardware.link_bytes_per_second, hardware.gpus_per_host // t * hardware.network_bytes_per_second)

@@ -15,6 +15,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
+from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import LOCAL, Owned, Placement
 from megafx.planner.context import Planner
 from megafx.planner.cost import cost_kind, in_pieces
@@ -41,6 +42,7 @@ def describe(program: Program, planner: Planner) -> Report:
     removed: dict[str, int] = defaultdict(int)
     for removal in plan.removals:
         removed[removal.reason] += removal.count
+    _note_unknown_network(program, planner)
     _note_idle_ranks(program, plan.params, plan.t)
     _note_shared_heads(program, planner, calls)
     if planner.fusions is not None:
@@ -94,6 +96,18 @@ def _workload(sizes: dict[str, int], config: Config) -> str:
     """The sizes that are priced, and which of them nobody has given."""
     default = {"batch"} if config.micro_batch_size is None else set()
     return ", ".join(f"{k}={v}{' (default)' * (k in default)}" for k, v in sizes.items()) or "static"
+
+
+def _note_unknown_network(program: Program, planner: Planner) -> None:
+    """Note where ranks of an axis are on several hosts, and the profile does not know what these send each other."""
+    hardware, context = planner.hardware, 1 if planner.data is None else planner.data.context
+    for axis, ranks, inner in ((TENSOR_AXIS, planner.t, 1), (CONTEXT_AXIS, context, planner.t)):
+        if hardware.hosts(ranks, inner) > 1 and hardware.network_bytes_per_second is None:
+            program.note(
+                "link",
+                f"the {ranks} ranks of '{axis}' are on several hosts of {hardware.gpus_per_host} GPUs, and the profile "
+                f"'{hardware.name}' has no network_bytes_per_second: their collectives are priced as on one host",
+            )
 
 
 def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:

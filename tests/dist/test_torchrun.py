@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megafx.planner.cost import library_seconds
+from megafx.planner.hardware import Hardware
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
 import torch, megafx
@@ -74,21 +77,51 @@ print(f"rank {rank} on {socket.gethostname()}: equal", flush=True)
 @pytest.mark.parametrize("t", [2, 4])
 def test_two_hosts(tmp_path: Path, t: int) -> None:
     """docs/clusters.md: an agent for each host. t=2: tensor-parallel ranks on one host; t=4: on both."""
-    (tmp_path / "script.py").write_text(TWO_HOSTS)
+    texts = two_agents(tmp_path, TWO_HOSTS, TP=str(t))
+    for host in (0, 1):
+        assert "".join(texts).count(f"on host{host}: equal") == 2
+
+
+def two_agents(tmp_path: Path, script: str, each: tuple[int, int] = (2, 2), code: int = 0, **variables: str) -> list[str]:
+    """What two torchrun agents with so many ranks print, each a host."""
+    (tmp_path / "script.py").write_text(script)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-id", "job", "script.py"]
-    plain = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TP": str(t)}
-    agents = [
-        subprocess.Popen(command, cwd=tmp_path, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node"]
+    plain = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen([*launch, str(n), "script.py"], cwd=tmp_path, env=plain, **pipes) for n in each]
     texts = [agent.communicate(timeout=280)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], "".join(texts)
-    for host in (0, 1):
-        assert "".join(texts).count(f"on host{host}: equal") == 2
+    assert [agent.returncode for agent in agents] == [code, code], "".join(texts)
+    return texts
+
+
+PROFILE = """
+import megafx, megafx.measure as measure
+measure.MATMUL = measure.COPY_BYTES = {"cpu": 64}
+measure.REDUCE_BYTES, measure.REPEATS = {"cpu": 2**16}, 3
+print(megafx.profile_hardware("mine.yaml", dtypes=["float32"]), flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_hosts_measure_the_link_inside_of_them_and_the_network_between_them(tmp_path: Path) -> None:
+    two_agents(tmp_path, PROFILE)
+    found = Hardware.load(tmp_path / "mine.yaml")
+    assert (found.gpus_per_host, {*found.collectives["all_gather"]}) == (2, {2}), "of the two ranks of one host"
+    assert found.network_bytes_per_second > 0 and found.network_seconds >= 0
+    assert found.source.startswith("measured on 4x CPU of 2 hosts")
+    assert found.hosts(4) == 2 and library_seconds("all_gather", 1e9, found, 4) > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_hosts_of_different_sizes_are_not_measured(tmp_path: Path) -> None:
+    texts = two_agents(tmp_path, PROFILE, (2, 1), code=1)
+    assert "UsageError: the 3 ranks are not shared evenly by their hosts, which have" in "".join(texts)
 
 
 @pytest.mark.dist

@@ -82,6 +82,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "no layout of <gpus> GPUs can be planned (<why>)",
         "nothing fits into <memory> on <gpus> GPUs; the l",
         "one process cannot measure the link between rank",
+        "the <ranks> ranks are not shared evenly by their",
         "'<folder>' was removed while it was written: ano",
         "'<path>' could not be read to its end, and part ",
         "<TORCH_METADATA> of a checkpoint <what>, which m",

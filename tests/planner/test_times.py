@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from megafx.errors import ConfigError
-from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL
-from megafx.planner.cost import attention_seconds, library_seconds, product_rate, product_seconds, sum_seconds
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, LOCAL
+from megafx.planner.cost import (
+    RING_STEP_SECONDS,
+    TREE_STEP,
+    attention_seconds,
+    library_seconds,
+    product_rate,
+    product_seconds,
+    sum_seconds,
+)
 from megafx.planner.hardware import Hardware
 
 HW = Hardware("test", {"bfloat16": 100.0, "float32": 10.0}, 50.0, 5.0, 2.0, "made up")
@@ -84,3 +92,29 @@ def test_the_profile_of_the_h200_has_what_schedules_need() -> None:
 def test_numbers_that_cannot_be_are_refused(changed: dict, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         replace(HW, **changed)
+
+
+HOSTS = replace(HW, gpus_per_host=8, network_bytes_per_second=0.5, network_seconds=7.0)  # the link: 5 bytes a second
+
+
+def test_a_group_sends_by_the_network_where_its_ranks_are_on_several_hosts() -> None:
+    ring, step = 7.0, RING_STEP_SECONDS
+    link = library_seconds(ALL_GATHER, 100, HW, 8)
+    assert library_seconds(ALL_GATHER, 100, HOSTS, 8) == library_seconds(ALL_GATHER, 100, HOSTS, 4, inner=2) == link
+    assert [HOSTS.hosts(*x) for x in ((8, 1), (4, 2), (4, 4), (16, 1), (3, 8), (2, 64))] == [1, 1, 2, 2, 3, 2]
+    alone = library_seconds(ALL_GATHER, 100, HOSTS, 2, inner=8)  # one rank of the group on each host
+    assert alone == pytest.approx(2.0 + ring + 100 / 0.5)
+    pairs = library_seconds(ALL_GATHER, 100, HOSTS, 4, inner=4)  # two of them send together
+    assert pairs == pytest.approx(2.0 + ring + 2 * step + 100 / 1.0)
+    whole = library_seconds(ALL_GATHER, 100, HOSTS, 32)  # eight cards on each host: as fast as the link, or slower
+    assert whole == pytest.approx(2.0 + 3 * ring + 28 * step + 100 / 4.0)
+    fast = replace(HOSTS, network_bytes_per_second=5.0)
+    assert library_seconds(ALL_GATHER, 100, fast, 32) == pytest.approx(2.0 + 3 * ring + 28 * step + 100 / 5.0)
+    unknown = replace(HOSTS, network_bytes_per_second=None)
+    assert library_seconds(ALL_GATHER, 100, unknown, 32) == link, "the note of a plan says so"
+
+
+def test_all_reduces_of_many_hosts_are_trees_and_an_all_to_all_sends_to_all() -> None:
+    tree = library_seconds(ALL_REDUCE, 100, HOSTS, 64, inner=8) - 100 / 0.5 - 2.0
+    assert tree == pytest.approx(2 * 6 * TREE_STEP * 7.0) and tree < 2 * 63 * 7.0
+    assert library_seconds(ALL_TO_ALL, 100, HOSTS, 16) == pytest.approx(2.0 + 7.0 + 100 / (0.5 * 15 / 8))

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 import zoo
 
 import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
-from megafx.planner.hardware import Hardware
-from megafx.planner.whole_step import data_link
+from megafx.planner.hardware import PROFILES
 from megafx.report.stages import pipeline_stages
 from megafx.units import bytes_text
 from megafx.what_if import TWINS, Candidate, Found
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)
+LARGE = 2**50, (2**16,)  # so much work that forms of data parallelism take about the same time
 
 
 @cache
@@ -84,24 +85,26 @@ def test_the_config_is_to_be_pasted_and_reasons_are_given() -> None:
 
 
 def test_forms_of_data_parallelism_that_take_the_same_time_are_one_row() -> None:
-    tried = found()
+    tried = found(*LARGE)
     assert len({id(c) for c in every(tried)}) > len(tried.best), "there are twins"
     assert not any(twin.twins for row in tried.best for twin in row.twins)
     for row in tried.best:
         assert row.twins == tuple(sorted(row.twins, key=lambda c: (c.us_a_row, c.bytes)))
         for twin in row.twins:
             assert twin.config != row.config
-            assert twin.config.replace(data_parallel=row.config.data_parallel) == row.config
+            assert twin.config.replace(data_parallel=row.config.data_parallel) == row.config, (
+                "on one host a copy is held by all"
+            )
             assert 0 <= twin.slower_than(row) <= TWINS
     for row, other in itertools.combinations(tried.best, 2):  # what is left are other choices, or other times
         alike = other.config.replace(data_parallel=row.config.data_parallel) == row.config
         assert not alike or other.slower_than(row) > TWINS
-    few = found(shown=3)
+    few = found(*LARGE, shown=3)
     assert few.best == tried.best[:3], "so many rows are shown, not so many with those that were folded"
 
 
 def test_a_row_and_the_json_tell_of_its_twins() -> None:
-    tried = found()
+    tried = found(*LARGE)
     row = next(c for c in tried.best if c.twins)
     text, data = str(tried), json.loads(tried.to_json())
     for twin in row.twins:
@@ -159,7 +162,7 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB", "--json", str(written)]) == 0
     assert "megafx.Config(tensor_model_parallel_size=" in capsys.readouterr().out
     configurations = json.loads(written.read_text())["configurations"]
-    assert any(row["twins"] for row in configurations)
+    assert all(row["twins"] == [] or row["twins"][0]["slower"] <= TWINS for row in configurations)
     assert main(["plan", *model, "--tp", "2", "--json", str(written)]) == 2
     assert "--json without --gpus" in capsys.readouterr().err
     assert main(["plan", *model, "--gpus", "2", "--memory", "1000B"]) == 1
@@ -171,13 +174,69 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def a_profile(path: Path, **fields: object) -> str:
+    data = yaml.safe_load((PROFILES / "pcie.yaml").read_text()) | fields
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+def test_an_axis_is_priced_by_its_place_in_the_mesh(tmp_path: Path) -> None:
+    """With two GPUs on a host: tensor-parallel ranks share one, those that cut a sequence are on two."""
+    model, inputs = zoo.build("nanogpt", layers=1)
+    network = {"network_bytes_per_second": 1e9, "network_seconds": 1e-3}
+    profiles = {
+        hosts: a_profile(tmp_path / f"{hosts}.yaml", gpus_per_host=n, **more)
+        for hosts, n, more in (("one", 4, network), ("two", 2, network), ("unknown", 2, {}))
+    }
+    reports = {
+        hosts: megafx.plan(
+            model,
+            CONFIG.replace(tensor_model_parallel_size=2, context_parallel_size=2, hardware=profile),
+            example_inputs=inputs(2, 16),
+        ).report
+        for hosts, profile in profiles.items()
+    }
+    moves = {hosts: [n.move for n in r.picture.nodes if n.move is not None] for hosts, r in reports.items()}
+    for one, two, unknown in zip(moves["one"], moves["two"], moves["unknown"], strict=True):
+        assert (one.axis, one.ranks, one.inner) == (two.axis, 2, 1 if one.axis == "tp" else 2)
+        assert (two.cost_us > one.cost_us + 900) == (one.axis == "cp") and unknown.cost_us == one.cost_us
+    assert {m.axis for m in moves["two"]} == {"tp", "cp"}
+    assert reports["two"].step.exposed_by_axis["cp"] > 1000 + reports["one"].step.exposed_by_axis["cp"]
+    assert any("ranks of 'cp' are on several hosts of 2 GPUs" in note for note in reports["unknown"].notes)
+    assert not any("several hosts" in note for hosts in ("one", "two") for note in reports[hosts].notes)
+
+
+def test_a_copy_in_each_host_is_gathered_by_the_link() -> None:
+    """Sixteen data-parallel ranks on two hosts: with shards of eight, all but a sum of gradients stays in a host."""
+    config = megafx.Config(hardware="h100-nvlink", seq_length=128, params_dtype="bfloat16", data_parallel="fsdp")
+    config = config.replace(data_parallel_shard_size=8)
+    example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long)}
+    copies, whole = (
+        next(
+            c
+            for c in every(megafx.search(Uneven(), 16, "80GiB", k, shown=1000, batches=(1,), **example))
+            if c.config.tensor_model_parallel_size == 1 and c.config.data_parallel == "fsdp"
+        )
+        for k in (config, config.replace(data_parallel_shard_size=16))
+    )
+    assert copies.config.data_parallel_shard_size == 8 and whole.config.data_parallel_shard_size is None
+    both = every(
+        megafx.search(
+            Uneven(),
+            16,
+            "80GiB",
+            config.replace(data_parallel="ddp", data_parallel_shard_size=None),
+            shown=1000,
+            **example,
+        )
+    )
+    shards = {c.config.data_parallel_shard_size for c in both if c.config.tensor_model_parallel_size == 1}
+    assert shards == {None, 8}, "copies of whole hosts"
+    assert copies.memory["gradients"] == pytest.approx(2 * whole.memory["gradients"], abs=2)
+    assert copies.parts["data-parallel collectives"] != whole.parts["data-parallel collectives"]
+
+
 def test_between_hosts_data_parallel_ranks_use_the_network() -> None:
-    hardware = Hardware.load("h100-nvlink")
-    link, network = hardware.link_bytes_per_second, hardware.network_bytes_per_second
-    assert data_link(2, 4, hardware) == data_link(8, 1, hardware) == link  # one host
-    assert data_link(8, 2, hardware) == network  # one rank of the group a host
-    assert data_link(4, 4, hardware) == 2 * network
-    assert data_link(1, 16, hardware) == link  # eight network cards are no slower
     config = megafx.Config(hardware="h100-nvlink", seq_length=128, params_dtype="bfloat16")
     example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long)}
     tried = megafx.search(Uneven(), 16, "80GiB", config, **example)

@@ -48,7 +48,7 @@ def read_profile(
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's device and its link to the others of the tensor-parallel axis.
+    """One rank's device, its link to others of its host, and that to ranks of other hosts (the network).
 
     flops_per_second         large matmul, by dtype name ('bfloat16', 'float16', 'float32', 'float64', 'float8')
     memory_bytes_per_second  device memory, read plus written
@@ -60,6 +60,7 @@ class Hardware:
     peak_flops_per_second    of the datasheet, dense, by dtype name: what MFU is measured against; empty: not known
     gpus_per_host            ranks that the link connects; more are connected by the network
     network_bytes_per_second  bytes that one GPU sends to other hosts in a second; None: not known
+    network_seconds          what a collective takes more for each step from one host to the next
 
     The rest prices schedules (planner/cost.py, planner/timeline.py); a profile may omit it.
 
@@ -86,6 +87,7 @@ class Hardware:
     peak_flops_per_second: Mapping[str, float] = field(default_factory=dict)
     gpus_per_host: int = 8
     network_bytes_per_second: float | None = None
+    network_seconds: float = 0.0
     launch_seconds: float = 0.0
     kernel_seconds: float = 0.0
     products: Sequence[Sequence[float]] = ()
@@ -105,7 +107,14 @@ class Hardware:
             self._positive(f"peak_flops_per_second[{dtype}]", rate)
         for name in ("memory_bytes_per_second", "link_bytes_per_second", "gpus_per_host"):
             self._positive(name, getattr(self, name))
-        for name in ("alpha_seconds", "launch_seconds", "kernel_seconds", "hidden", "transfer_seconds"):
+        for name in (
+            "alpha_seconds",
+            "launch_seconds",
+            "kernel_seconds",
+            "hidden",
+            "transfer_seconds",
+            "network_seconds",
+        ):
             self._positive(name, getattr(self, name), zero=True)
         for row in self.products:
             for number in row:
@@ -138,6 +147,10 @@ class Hardware:
         if dtype == FLOAT8 and dtype not in self.flops_per_second:
             return FP8_GAIN * self.flops("bfloat16")
         return self.flops_per_second.get(dtype, min(self.flops_per_second.values()))
+
+    def hosts(self, ranks: int, inner: int = 1) -> int:
+        """Hosts that a group of an axis is on. inner: ranks of the axes inside of it, by which its neighbours are apart."""
+        return min(ranks, -(-ranks * inner // self.gpus_per_host))
 
     @staticmethod
     def names() -> list[str]:
