@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,6 @@ from megafx.compiler.executable import Executable, LazyOutput
 from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import exchange
 from megafx.errors import PlacementError
-from megafx.ir.nodes import changed_copy
 from megafx.ir.program import fqn_of, source_of
 from megafx.ops.axes import Mesh, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -90,12 +88,9 @@ class _Meeting:
         program = compiled.for_rank(axes)
         parts = program.partition
         assert parts is not None
-        names = ("forward", "backward", "last_backward", "lazy_graph", "cast_weights")
-        graphs: dict[str, Any] = {name: getattr(parts, name) for name in names}
-        for name, gm in graphs.items():
-            if gm is not None:
-                graphs[name] = changed_copy(gm, lambda node: self._change(node, rank))[0]
-        program.partition = replace(parts, **graphs)
+        for gm in (parts.forward, parts.backward, parts.last_backward, parts.lazy_graph, parts.cast_weights):
+            if gm is not None and any([self._change(node, rank) for node in gm.graph.nodes]):  # this rank's own graphs
+                gm.recompile()
         context = contextlib.nullcontext if axes is None else lambda: on_mesh(axes)
         return Executable(program, context, _Gathered(self, rank))
 

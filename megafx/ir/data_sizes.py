@@ -44,7 +44,7 @@ class DataShapeEnv(ShapeEnv):
     graph without the branch computes the same. asked(answer): called at each branch that this would decide; whether it may.
 
     decided: conditions on sizes that hold in the trace and that the model's code asked about, in order. Those that hold for
-    all sizes of at least 2 are in it too, for which ShapeEnv makes no guard.
+    all sizes of at least 2 are in it too, for which ShapeEnv makes no guard. questions: how often it may have asked.
     """
 
     model_runs: ClassVar[bool] = False  # one thread traces at a time
@@ -55,6 +55,7 @@ class DataShapeEnv(ShapeEnv):
         self.asked = asked
         self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that the model's code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
+        self.questions = 0
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
         self._taken: set[int] = set()
@@ -219,9 +220,12 @@ class DataShapeEnv(ShapeEnv):
 
     def _note_answer(self, question: Any, answer: Any) -> None:
         symbols = getattr(question, "free_symbols", ())
-        if not symbols or (question, answer) in self._answers or any(map(self.is_unbacked_symint, symbols)):
+        if not symbols or any(map(self.is_unbacked_symint, symbols)):
             return
-        if _asked_by_code():
+        if (question, answer) in self._answers:
+            self.questions += 1
+        elif _asked_by_code():
+            self.questions += 1
             self._answers.add((question, answer))
             truth = answer in (sympy.true, sympy.false)
             holds = (question if answer else sympy.Not(question)) if truth else sympy.Eq(question, answer)

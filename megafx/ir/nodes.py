@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL, Builder, Program, graph_module
+from megafx.ir.program import PHASE, VAL, Builder, Program, copied_graph, graph_module
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
@@ -85,30 +85,19 @@ def set_arguments(node: fx.Node, **values: Any) -> None:
             node.update_kwarg(name, value)
 
 
-def changed_copy(gm: fx.GraphModule, change: Callable[[fx.Node], bool]) -> tuple[fx.GraphModule, int]:
-    """(the same code with the nodes that `change` changes, their number); `gm` itself where it changes none."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    changes = sum(change(node) for node in graph.nodes)
-    if not changes:
-        return gm, 0
-    graph.set_codegen(gm.graph._codegen)
-    return graph_module(gm, graph), changes
+def changed_copy(gm: fx.GraphModule, *changes: Callable[[fx.Node], bool]) -> tuple[fx.GraphModule, int]:
+    """(the same code with the nodes that `changes` change, one after the other, their number); `gm` itself where there are
+    none."""
+    graph = copied_graph(gm.graph)
+    count = sum(change(node) for change in changes for node in graph.nodes)
+    return (graph_module(gm, graph), count) if count else (gm, 0)
 
 
 def change_parts(program: Program, *changes: Callable[[fx.Node], bool]) -> int:
     """Change nodes of the forward and the backward graph, one change after the other; return how many were changed."""
     if program.partition is None:
         return 0
-
-    def changed(gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, int]:
-        total = 0
-        for change in changes:
-            gm, count = changed_copy(gm, change)
-            total += count
-        return gm, total
-
-    program.partition, total = program.partition.changed(changed)
+    program.partition, total = program.partition.changed(lambda gm, direction: changed_copy(gm, *changes))
     return total
 
 

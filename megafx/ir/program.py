@@ -285,10 +285,7 @@ class Program:
 
     def copy(self) -> Program:
         """The same program with a graph and lists of its own; values, sizes and constants are shared."""
-        graph = fx.Graph()
-        result = graph.graph_copy(self.graph, {})
-        graph.output(result).meta.update(self.output_node().meta)
-        gm = graph_module(self.gm, graph)
+        gm = graph_module(self.gm, copied_graph(self.graph))
         lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
         return replace(self, gm=gm, assumed=dict(self.assumed), **lists)
 
@@ -381,6 +378,25 @@ class Builder:
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """One whose code is written when it is first needed: the next pass reads the graph."""
     return _LazyGraphModule(root, graph)
+
+
+def copied_node(graph: fx.Graph, node: fx.Node, placed: Callable[[fx.Node], Any] = lambda node: node) -> fx.Node:
+    """As `fx.Graph.node_copy`, in half of the time: `create_node` looks through arguments that it is given."""
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = fx.node.map_arg(node.args, placed)
+    if node.kwargs:
+        made.kwargs = fx.node.map_arg(node.kwargs, placed)
+    made.meta = dict(node.meta)
+    return made
+
+
+def copied_graph(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, with metadata of their own that has the same values, and the same way to write code."""
+    made, placed = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        placed[node] = copied_node(made, node, placed.__getitem__)
+    made.set_codegen(graph._codegen)
+    return made
 
 
 def compiled_graph(gm: fx.GraphModule) -> Callable[..., Any]:

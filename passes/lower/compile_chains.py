@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from megafx.ir.nodes import COPIES, aten_ops, is_view
-from megafx.ir.program import VAL, Phase, Program, graph_module, inherit
+from megafx.ir.program import VAL, Phase, Program, copied_graph, copied_node, graph_module, inherit
 from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
 from megafx.planner.context import Planner
@@ -174,9 +174,7 @@ def _saved(program: Program, planner: Planner, chain: Found) -> float:
 
 def with_chains(program: Program, gm: fx.GraphModule) -> fx.GraphModule:
     """The same code with its chains as calls."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(gm.graph._codegen)
+    graph = copied_graph(gm.graph)
     for chain in chains_of(graph):
         _replace(program, graph, chain)
     graph.lint()
@@ -231,7 +229,7 @@ def _chain(program: Program, nodes: list[fx.Node], given: list[fx.Node], results
         for i, node in enumerate(given):
             new[node] = graph.placeholder(f"x{i}")
         for node in nodes:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copied_node(graph, node, new.__getitem__)
             new[node].meta = {}
         graph.output(tuple(new[n] for n in results))
         _chains[key] = Chain(fx.GraphModule({}, graph), operands, named.hints)

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from megafx.ir.program import Phase, Program, fqn_of, graph_module
+from megafx.ir.program import Phase, Program, copied_graph, fqn_of, graph_module
 from megafx.ops.ranges import PREFIX, enter_range, leave_range
 from megafx.planner.context import Planner
 
@@ -30,9 +30,7 @@ def name_ranges(program: Program, planner: Planner) -> int:
 
 def with_ranges(gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, int]:
     """(the same code, each run of nodes of one module within a range; the number of ranges)."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(gm.graph._codegen)
+    graph = copied_graph(gm.graph)
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     count = 0
     for fqn, nodes in groupby(calls, fqn_of):

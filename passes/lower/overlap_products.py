@@ -33,7 +33,7 @@ from torch import fx
 from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
 from megafx.ir.nodes import COPIES, RESHAPES, shows_operand, storage_of
-from megafx.ir.program import VAL, Phase, Program, graph_module, inherit
+from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module, inherit
 from megafx.kernels.common.op import writes_into
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.axes import AxisContext
@@ -117,9 +117,7 @@ class _Overlap:
     """Rewrites a copy of one graph."""
 
     def __init__(self, find: _Finder, gm: fx.GraphModule) -> None:
-        self.graph = fx.Graph()
-        self.graph.output(self.graph.graph_copy(gm.graph, {}))
-        self.graph.set_codegen(gm.graph._codegen)
+        self.graph = copied_graph(gm.graph)
         self.gm = graph_module(gm, self.graph)
         self.end = (find.place.group_name, find.place.rank)
         self.t = find.place.size

@@ -45,6 +45,7 @@ from megafx.ir.program import (
     Program,
     Saved,
     ancestors,
+    copied_node,
     fqn_of,
     graph_module,
     source_of,
@@ -211,7 +212,7 @@ class _Backward:
             new[node] = graph.placeholder(node.name)
             new[node].meta = dict(node.meta)
         for node in self.order:
-            new[node] = new[when_repeated(node)[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
+            new[node] = new[when_repeated(node)[0]] if node.target is AGAIN else copied_node(graph, node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
         return graph
 
@@ -221,11 +222,11 @@ def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread
     needed, graph = ancestors([*outputs, *unread], stop={*inputs}.__contains__, operands=in_forward), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)
+        new[node] = copied_node(graph, node) if node.op == "placeholder" else graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in program.graph.nodes:
         if node in needed and node not in new:
-            new[node] = new[in_forward(node)[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
+            new[node] = new[in_forward(node)[0]] if node.target is AGAIN else copied_node(graph, node, new.__getitem__)
     graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
     return graph
 

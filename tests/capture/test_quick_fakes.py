@@ -1,4 +1,5 @@
-"""Covers: results that fakes of known ops get sooner are those that torch makes: form, memory, and whose memory it is."""
+"""Covers: results that fakes of known ops get sooner, from their own trace or an earlier one, are those that torch makes: form,
+memory, and whose memory it is."""
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from megafx.capture import quick_fakes
 from megafx.capture.quick_fakes import QuickFakeTensorMode
+from megafx.ir.data_sizes import DataShapeEnv
 
 aten = torch.ops.aten
 CALLS = {
@@ -53,11 +56,74 @@ def run(kind, call):
     return forms, own, len({*memories})
 
 
+@pytest.fixture
+def known(monkeypatch):
+    """What traces of the process know, and nothing yet."""
+    shared = {}
+    monkeypatch.setattr(quick_fakes, "_shared", shared)
+    return shared
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_results_are_those_of_torch(call):
-    found = run(QuickFakeTensorMode, call)
-    assert found == run(FakeTensorMode, call)
-    assert found[2] == 3 and len({*found[0]}) == 1
+def test_results_are_those_of_torch(call, known):
+    wanted = run(FakeTensorMode, call)
+    for _ in range(2):  # the second trace begins with what the first one knew
+        found = run(QuickFakeTensorMode, call)
+        assert found == wanted
+        assert found[2] == 3 and len({*found[0]}) == 1
+
+
+def test_another_trace_runs_no_op_once_more(known, monkeypatch):
+    ran = []
+    plain = FakeTensorMode.dispatch
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda self, func, *a: ran.append(func) or plain(self, func, *a))
+    counts = []
+    for _ in range(2):
+        run(QuickFakeTensorMode, CALLS["view"])
+        counts.append(sum(func in (aten.slice.Tensor, aten.transpose.int) for func in ran))
+    assert counts == [2, 2]  # once each in the first trace, of three equal calls
+
+
+def sum_of_two(hints):
+    """The sum of x[n] and y[m], in a trace of its own: (its size, what the trace then takes for granted)."""
+    env = ShapeEnv()
+    mode = QuickFakeTensorMode(shape_env=env)
+    sizes = []
+    for name, hint in zip("nm", hints, strict=True):
+        source = ConstantSource(name)
+        symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        sizes.append(env.create_symintnode(symbol, hint=hint, source=source))
+    with mode:
+        xs = [torch.empty(n) for n in sizes]
+        total = aten.add.Tensor(*xs)
+    return total.shape[0].node.expr, [g.expr for g in env.guards]
+
+
+def test_what_an_op_takes_for_granted_is_taken_in_every_trace(known):
+    first, again = sum_of_two((4, 4)), sum_of_two((4, 4))
+    assert first == again and [type(g).__name__ for g in first[1]] == ["Equality"]
+
+
+def test_what_is_known_of_a_size_is_part_of_the_question(known):
+    answers = []
+    for least in (0, 7, 0):
+        env = ShapeEnv()
+        mode = QuickFakeTensorMode(shape_env=env)
+        source = ConstantSource("n")
+        size = env.create_symintnode(env.create_symbol(9, source, DimDynamic.DYNAMIC), hint=9, source=source)
+        assert not least or bool(size >= least)
+        with mode:
+            aten.slice.Tensor(torch.empty(size), 0, 0, 5)
+        answers.append([g.expr for g in env.guards])
+    assert answers[0] == answers[2] and len(answers[1]) == 1  # at least 7 rows: that 5 are there follows
+
+
+def test_a_size_that_an_op_makes_is_not_that_of_another_trace(known):
+    for _ in range(2):
+        env = DataShapeEnv()
+        with QuickFakeTensorMode(shape_env=env):
+            found = torch.ops.megafx.rows(torch.empty(4, dtype=torch.bool), "chosen")
+        assert found.shape[0].node.expr == env.row_counts["chosen"].node.expr
 
 
 def test_other_arguments_give_other_results():
