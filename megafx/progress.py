@@ -67,6 +67,13 @@ def stage(name: str) -> Iterator[None]:
         shown(name, perf_counter() - start)
 
 
+def remark(text: str) -> None:
+    """Show a line with the sum at the end of the call that is displayed, if it takes long: why its next start will, too."""
+    shown = _progress.get()
+    if text and isinstance(display := getattr(shown, "__self__", None), _Display):
+        display.remarks[text] = None
+
+
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Within, no cycles are collected: looking for them among objects that stay (modules, nodes and values of a graph) is a
@@ -124,6 +131,7 @@ class _Display:
             _silent.append(self.waited)
         self.inside: list[tuple[str, float]] = []
         self.own: Any = Counter()  # of seconds, which its type does not know
+        self.remarks: dict[str, None] = {}
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="megafx progress", daemon=True)
         self.live: Any = None
@@ -162,6 +170,8 @@ class _Display:
             return
         most = [f"{name} {seconds:.1f} s" for name, seconds in self.own.most_common(4) if seconds > 0.05 * total]
         self._line(f"megafx: {self.name} took {total:.1f} s" + (f" ({', '.join(most)})" if most else ""))
+        for text in self.remarks:
+            self._line(f"megafx: {text}")
 
     def _now(self) -> str:
         names = [self.name, *(name for name, _ in [*self.inside])]

@@ -56,7 +56,9 @@ class _Form(NamedTuple):
 
 
 _MOST = 20_000  # results for other traces: about 1 KB each
-_shared: dict[Hashable, list[_Form]] = {}  # an op, forms of its operands and what is known of their symbols -> its results
+_shared: dict[
+    Hashable, list[_Form]
+] = {}  # an op, forms of its operands and what is known of their symbols -> its results
 
 
 @functools.cache

@@ -102,11 +102,18 @@ def code_files(own: Fingerprint, model: nn.Module, state: Any, program: Program)
 def file_digest(path: str) -> str:
     """'' where the file is not there, or may be another than the one that was imported."""
     try:
-        if Path(path).stat().st_mtime >= STARTED:
+        if written_at(path) >= STARTED:
             return ""
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+def written_at(path: str | Path) -> float:
+    """When this machine last wrote the file or what is known of it. The time of its last change may be that of another clock:
+    who copies a tree keeps it."""
+    found = Path(path).stat()
+    return found.st_ctime if os.name == "posix" else found.st_mtime
 
 
 def packages() -> list[Any]:
@@ -189,7 +196,7 @@ def own_source() -> str:
     roots = {Path(next(iter(sys.modules[name].__path__))) for name in ("megafx", "megafx.passes", "megafx.patterns")}
     for root in sorted(roots):
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
-            if path.stat().st_mtime >= STARTED:
+            if written_at(path) >= STARTED:
                 raise Unstorable(f"code of megafx that has changed since this process started ({path})")
             found.update(f"{path.relative_to(root)}".encode() + b"\0" + path.read_bytes())
     return found.hexdigest()

@@ -42,7 +42,7 @@ from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Regio
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.timeline import Part, Segment, StepTimes
-from megafx.progress import stage
+from megafx.progress import remark, stage
 from megafx.report.report import Fused, Line, Report
 from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
 from megafx.runtime.cache_key import (
@@ -76,6 +76,7 @@ _PLAN = (
     Part,
     StepTimes,
 )
+_UNREADABLE = "what can be read"
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Situation:
                 if data is None:
                     self.notes += self._differences[:1]
                     return None
-                found = None
+                found: Found | str = self.refused or "what is compiled"
                 if key == self.key and not self.refused:
                     try:
                         found = self._parse(data)
@@ -157,11 +158,16 @@ class Situation:
                         self.notes.append(
                             f"an entry cannot be read, and is made anew ({type(error).__name__}: {error})"
                         )
+                        found = _UNREADABLE
                         if path is not None:
                             path.unlink(missing_ok=True)
-                if all(agreement.gather_objects(found is not None, self.group)):
+                refusals = agreement.gather_objects(found if isinstance(found, str) else "", self.group)
+                if not any(refusals) and isinstance(found, Found):
                     self.done = "read"
                     return found
+                rank, reason = next((i, each) for i, each in enumerate(refusals) if each)
+                if rank or reason != _UNREADABLE:  # which is noted
+                    self._differences.append(f"compiled anew, since on rank {rank} {reason} is not what the entry has")
 
     def _has_files(self) -> bool:
         return bool(self.key) and not self.refused and (self.group is None or dist.get_rank(self.group) == 0)
@@ -207,10 +213,11 @@ class Situation:
             return "the size of the call, for which a budget was met"
         return ""
 
-    def _parse(self, data: bytes) -> Found | None:
+    def _parse(self, data: bytes) -> Found | str:
+        """What the entry holds; what differs, where it is not for this process."""
         form, tensors = unpacked(data)
-        if self._differs(form):
-            return None
+        if differs := self._differs(form):
+            return differs
         found = Found(captured=form["captured"])
         if form["plan"] is not None:
             found.plan = _plan_of(form["plan"], self.planner.hardware, self.device)
@@ -225,11 +232,11 @@ class Situation:
         program.call = replace(program.call, state=state)
         call = self.call
         if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is not None:
-            return None
+            return "the call"
         program.constants = {n: self._constant(c, state, tensors) for n, c in form["constants"].items()}
         program.table = cache(lambda name: read_table(self.model.get_buffer(name)))
         if any(read_table(self.model.get_buffer(name)) != table for name, table in program.assumed.items()):
-            return None
+            return "a table"
         if program.before_reduction is not None:
             program.before_reduction = replace(
                 program.before_reduction, call=program.call, constants=program.constants, table=program.table
@@ -335,6 +342,12 @@ def _plan_of(form: Any, hardware: Hardware, device: torch.device) -> Plan:
 def tell(situation: Situation) -> str:
     """One line about the cache, for the report and the log."""
     text = f"nothing is kept: {situation.refused}" if situation.refused else situation.done
+    if situation.refused:
+        remark(f"nothing is kept for the next start: {situation.refused}")
+    elif situation.done == "written":
+        for line in situation.notes:
+            remark(line)
+        remark(f"kept in {folder()} for the next start")
     if current().level >= 1:
         say("\n".join(f"megafx cache: {line}" for line in (*situation.notes, f"{situation.what} {text}")))
     return text

@@ -88,7 +88,9 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         values, seeds = args[: len(primals)], args[len(primals) :]
         nonlocal origins
         origins = _Origins(program, symbols)
-        with maybe_enable_thunkify():  # sizes get nodes where ops take them: autograd compares all sizes of each gradient
+        with (
+            maybe_enable_thunkify()
+        ):  # sizes get nodes where ops take them: autograd compares all sizes of each gradient
             outputs = _Forward(program.gm, origins).run(*values)
             origins.backward = True
             if wrt and program.call is not None:

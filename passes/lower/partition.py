@@ -212,7 +212,9 @@ class _Backward:
             new[node] = graph.placeholder(node.name)
             new[node].meta = dict(node.meta)
         for node in self.order:
-            new[node] = new[when_repeated(node)[0]] if node.target is AGAIN else copied_node(graph, node, new.__getitem__)
+            new[node] = (
+                new[when_repeated(node)[0]] if node.target is AGAIN else copied_node(graph, node, new.__getitem__)
+            )
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
         return graph
 

@@ -13,7 +13,7 @@ import pytest
 
 from megafx import progress
 from megafx.debugging import debug
-from megafx.progress import stage
+from megafx.progress import remark, stage
 
 
 class Terminal(io.StringIO):
@@ -65,9 +65,10 @@ def test_an_error_is_not_summed_up_and_the_next_call_is_shown(shown):
         time.sleep(0.2)
         raise ValueError
     assert "took" not in out.getvalue()
-    with stage("plan"):
+    with stage("plan"), stage("fuse"):
+        remark("kept for the next start")
         time.sleep(0.2)
-    assert re.search(r"megafx: plan took \d+\.\d s\n", out.getvalue())
+    assert re.search(r"megafx: plan took \d+\.\d s( \(.*\))?\n(.*\n)?megafx: kept for the next start\n", out.getvalue())
 
 
 def test_one_thread_is_shown(shown):

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Net(nn.Module):
 def nothing_of_other_tests(monkeypatch):
     """Rules, patterns and modules of users are for the whole process, and decide what is kept."""
     ours = [p for p in cache_key.registered_patterns() if p.__module__.startswith("megafx.")]
+    monkeypatch.setattr(cache_key, "STARTED", cache_key.STARTED)
     monkeypatch.setattr(cache_key, "registered", lambda: [])
     monkeypatch.setattr(cache_key, "registered_patterns", lambda: ours)
     monkeypatch.setattr(cache_key, "_is_users", lambda path: path.endswith("users_net.py"))
@@ -67,7 +69,8 @@ class Project:
     @staticmethod
     def load(name: str, file: Path, source: str) -> types.ModuleType:
         file.write_text(source)
-        os.utime(file, (1.6e9, 1.6e9))  # before this process started
+        os.utime(file, (4e9, 4e9))  # of another clock
+        cache_key.STARTED = time.time() + 1  # this process
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -283,7 +286,7 @@ def test_a_changed_line_of_the_model(project):
 
 
 def test_a_file_that_changed_since_the_process_started_is_not_trusted(project):
-    os.utime(project.file)
+    cache_key.STARTED = project.file.stat().st_ctime
     assert project.run()[0].startswith("nothing is kept: code in")
 
 
