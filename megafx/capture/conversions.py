@@ -13,7 +13,6 @@ import builtins
 import dis
 import functools
 import gc
-import math
 import sys
 import traceback
 import types
@@ -182,10 +181,12 @@ MATH = (
 )
 
 
-def imported_by_name(libraries: Collection[str]) -> list[tuple[dict[str, Any], str, str]]:
-    """(globals, name there, name in math) of functions of `math` that modules have imported by name.
+def imported_by_name(
+    library: types.ModuleType, wanted: Collection[str], libraries: Collection[str]
+) -> list[tuple[dict[str, Any], str, str]]:
+    """(globals, name there, name in the library) of functions of a library that modules have imported by name.
     libraries: packages left out."""
-    functions = {id(getattr(math, name)): name for name in MATH if hasattr(math, name)}
+    functions = {id(getattr(library, name)): name for name in wanted if hasattr(library, name)}
     users = [vars(m) for name, m in [*sys.modules.items()] if name.partition(".")[0] not in libraries]
     return [(names, own, functions[id(x)]) for names in users for own, x in [*names.items()] if id(x) in functions]
 

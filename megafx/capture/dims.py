@@ -13,6 +13,8 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from megafx.ir.python_state import of_parameters
+
 # Sizes to trace with where the call does not fix them. Larger than twice every tensor-parallel degree, so that no local size is
 # 0 or 1 (which torch.export specialises); distinct, so that two dims are never taken for one; primes, so that no degree divides
 # them (what holds for divisible lengths alone would trace as if it always held).
@@ -143,12 +145,13 @@ def name_dims(
     for name, tensor in tensors:
         for d in growing.get(name, ()):
             past.setdefault(tensor.shape[d], f"past{len(past) + 1}" if past else "past")
-    outside = [(n, t) for n, t in tensors if n not in growing]
+    outside = [(n, t) for n, t in tensors if n not in growing and not of_parameters(t)]
     ids = [(n, t) for n, t in outside if _is_ids(t)]
     ids = [(n, t) for n, t in ids if group_of(n) or not _is_table(t, [other for _, other in ids])]
     choices = [(n, t) for n, t in outside if _is_choices(t)]
     embedded = [(n, t) for n, t in outside if t.dim() == 3 and t.is_floating_point()]
-    by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: t.dim() == 1)  # 1-D ones last
+    trained = lambda t: t.requires_grad and t.is_leaf  # noqa: E731  # a prompt, an image that is optimised
+    by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: (trained(t), t.dim() == 1))  # 1-D ones last
     batch = next((t.shape[0] for t in (*(t for _, t in ids), *by_dims)), -1)
     sequences: dict[tuple[int, str], str] = {}
     carriers = ids or choices or embedded
@@ -168,6 +171,9 @@ def name_dims(
     result = NamedDims([])
     for name, tensor in tensors:
         dims: dict[int, str] = {}
+        if of_parameters(tensor):
+            result.names.append(dims)
+            continue
         group, shape = group_of(name), tensor.shape
         if name in growing:
             dims = {d: past[shape[d]] for d in growing[name]}

@@ -55,9 +55,10 @@ from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replac
 from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
-from megafx.capture.reads import LIBRARIES, Reads
+from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, replaced_functional
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
@@ -223,7 +224,9 @@ def replacements(
 
     why = "functions of math want a number, of which a trace has none"
     table += [Replacement(math, name, of_numbers(name), why) for name in MATH]
-    table += [Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name(LIBRARIES)]
+    table += [
+        Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name(math, MATH, LIBRARIES)
+    ]
 
     why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
     table += [Replacement(batchnorm._BatchNorm, "forward", _cumulative, why)]
@@ -243,6 +246,17 @@ def replacements(
     why = "whether a compiler is at work: the user's own code does in a graph what it does in eager mode"
     table += [Replacement(torch.compiler.is_compiling, "__code__", lambda old: _is_compiling.__code__, why)]
     table += [Replacement(torch.compiler.is_exporting, "__code__", lambda old: _is_exporting.__code__, why)]
+
+    why = "torch gives modes, of which a capture has several, what is called `silu` now: one that calls torch's would run often"
+    for name in replaced_functional():
+        table.append(Replacement(nn.functional, name, functools.partial(_once, FUNCTIONAL[name]), why))
+
+    why = "a capture leaves modes that the call is made in: code that asks for them is given those of the call"
+    table += [Replacement(torch, name, functools.partial(_of_the_call, name), why) for name in LEFT_BY_CAPTURES]
+    named = imported_by_name(torch, LEFT_BY_CAPTURES, LIBRARIES)
+    table += [Replacement(names, own, functools.partial(_of_the_call, name), why) for names, own, name in named]
+    table += [Replacement(torch.backends.ContextProp, "__get__", _flag_of_the_call, why)]
+    table += [Replacement(Tensor, "is_inference", _no_inference_tensors, why)]
 
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
@@ -317,6 +331,54 @@ _INFERENCE: dict[int, bool] = {}  # by id of a context that is entered: whether 
 
 def _set_grad(on: bool) -> None:
     torch.set_grad_enabled(on)
+
+
+def _once(own: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that somebody has put in the place of torch's own, but for modes."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        of_mode = sys._getframe(2).f_code.co_name == "__torch_function__"
+        return (own if of_mode else old)(*args, **kwargs)
+
+    return function
+
+
+def _of_the_call(name: str, old: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that gives a setting of torch."""
+
+    def answer() -> Any:
+        return (
+            SETTINGS[name].value if is_looked_at(sys._getframe(2).f_code.co_filename) else old()
+        )  # behind _here_alone
+
+    answer.__name__ = name
+    return answer
+
+
+def _flag_of_the_call(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`__get__` of the flags of torch.backends."""
+
+    def get(self: Any, holder: Any, kind: Any) -> Any:
+        asked = self is vars(kind).get("enabled") and is_looked_at(sys._getframe(2).f_code.co_filename)
+        plain = functools.partial(old, self, holder, kind)
+        return flag_of_the_call(holder, plain) if asked else plain()
+
+    return get
+
+
+def _no_inference_tensors(old: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
+    """`x.is_inference()`, of which a trace knows nothing."""
+
+    def is_inference(x: Tensor) -> bool:
+        if isinstance(x, FakeTensor) and is_looked_at(sys._getframe(2).f_code.co_filename):
+            raise CaptureError(
+                "forward asks whether a tensor was made in inference mode (is_inference), which a graph does not know",
+                source=current_user_line(),
+                fix="ask for the mode of the call: torch.is_inference_mode_enabled()",
+            )
+        return old(x)
+
+    return is_inference
 
 
 def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeType:

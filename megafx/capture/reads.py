@@ -389,6 +389,7 @@ class Reads:
         for module in self.model.modules():
             if id(module) in self.skipped:
                 continue
+            self._note_library(type(module))
             forward = vars(module).get("forward", ABSENT)
             own = getattr(forward, "own", forward)
             for function in (own, getattr(type(module), "forward", None), type(module).__call__):
@@ -396,6 +397,27 @@ class Reads:
             for table in ("_forward_hooks", "_forward_pre_hooks") if module not in self.unhooked else ():
                 for number, hook in vars(module).get(table, {}).items():  # those that are traced
                     self._reach(hook, Place(vars(module)[table], number, f"a hook of '{self.names[id(module)]}'"))
+
+    def _note_library(self, cls: type) -> None:
+        """The forwards of a class of modules, and the functions that a library's calls: somebody may put others there."""
+        forward = getattr(cls, "forward", None)
+        for base in cls.__mro__:
+            if "forward" in vars(base) and base is not nn.Module and not type(base).__module__.startswith("megafx"):
+                self.places.setdefault((id(base), "forward"), Place(base, "forward", f"{base.__name__}.forward"))
+        if isinstance(forward, types.FunctionType) and is_of_torch(forward):
+            for kind, (first, *rest) in chains(forward.__code__):
+                if kind == "global" and isinstance(found := forward.__globals__.get(first), types.ModuleType):
+                    self._note_function(found, rest)
+
+    def _note_function(self, module: types.ModuleType, rest: list[str]) -> None:
+        """The function of torch that code calls as `module.rest[0]`, or of a module in it."""
+        for name in rest:
+            found = vars(module).get(name) if module.__name__.startswith("torch") else None
+            if not isinstance(found, types.ModuleType):
+                if isinstance(found, (types.FunctionType, types.BuiltinFunctionType)) and is_of_torch(found):
+                    self._bound(Place(vars(module), name, f"{module.__name__}.{name}"))
+                return
+            module = found
 
     def _look_through(self, function: Any, cls: type | None = None) -> None:
         """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
@@ -507,6 +529,7 @@ class Reads:
             self._bound(place)
             if library:
                 self._note_setting(value, rest, place)
+                self._note_function(value, rest)
             if rest and not library and rest[0] in vars(value):
                 self._note_name(Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line), rest[1:])
             return
@@ -520,6 +543,9 @@ class Reads:
                 self.look_through_class(value, *rest[:1])
             return
         if isinstance(value, types.FunctionType):
+            if isinstance(kinds := vars(value).get("registry"), types.MappingProxyType):  # functools.singledispatch
+                at = Place(vars(value), "registry", f"{place.name}.registry", place.line)
+                self._take((id(value), "registry"), at, kinds)
             if not is_looked_at(value.__code__.co_filename):
                 return self._bound(place)
             if rest and not rest[0].startswith("__"):  # an attribute of a function
@@ -534,13 +560,15 @@ class Reads:
 
     def _note_setting(self, value: Any, rest: list[str], place: Place) -> None:
         """value: a library's module or function, of which code reads the attributes `rest`: settings of torch."""
-        holder, name = None, ""
+        holder, name = None, str(getattr(value, "__name__", ""))
         for name in rest:
             if not isinstance(value, types.ModuleType) and not type(value).__module__.startswith(BACKENDS):
                 return
             holder, value = value, getattr(value, name, ABSENT)
-        if value in SETTINGS if callable(value) else isinstance(value, PLAIN) and is_backend(holder):
-            setting = Setting(value) if callable(value) else Setting(getattr, (holder, name))
+        setting = SETTINGS.get(name) if callable(value) else None
+        if not callable(value) and isinstance(value, PLAIN) and is_backend(holder):
+            setting = Setting(getattr, (holder, name))
+        if setting is not None:
             self.places.setdefault(
                 (hash(setting), "text"), Place(setting, "text", ".".join((place.name, *rest)), place.line)
             )
@@ -565,6 +593,11 @@ class Reads:
 
 def _of_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in LIBRARIES
+
+
+def is_of_torch(function: Any) -> bool:
+    """True if a function or class is torch's, and not one that a capture puts in its place."""
+    return str(getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
 def _library_of(value: Any) -> bool:

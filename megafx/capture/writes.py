@@ -28,6 +28,7 @@ from megafx.capture.host_numbers import HostNumber
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import register_dataclasses
+from megafx.ir.holders import OrderOf
 from megafx.ir.python_state import (
     ABSENT,
     NAMESPACES,
@@ -216,6 +217,9 @@ class Writes:
                     if type(place.get()) in WATCHED:
                         self.dicts[place.name] = place
                     yield change
+            order = [*(key for key in old if key in held), *(key for key in held if key not in old)]
+            if order != [*held]:  # of items that were moved, or taken out and put back
+                yield Place(OrderOf(place), "keys", f"order of {place.name}", line), (*held,), False
         elif isinstance(value, deque):
             items, before = [*value], [*old]
             for added in range(len(items) + 1):  # on the right; what a maxlen pushes out is gone

@@ -22,12 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor_elementwise import is_elementwise, on_locals, write_masked
+from megafx.distributed.tensor_layout import has_replicas
 from megafx.distributed.tensor_random import draw, is_random
 from megafx.distributed.tensor_reductions import reduced
 from megafx.distributed.tensor_whole import (
     LazyView,
     Whole,
+    averaged,
     count_write,
+    in_backward,
     is_view,
     keep_form,
     on_whole,
@@ -97,8 +100,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _unscale_gradients(func, *args, **kwargs)
     with stopping_with_others(f"{func} on a parameter"):
         result = NotImplemented
+        ours = _with_replicas(args)
+        if ours is not None and func in _LINEAR and in_backward():
+            args = _averaged_operands(args, ours)
         if is_random(func):
             result = draw(func, args, kwargs)
+        elif ours is not None and _meets_rows(func, args, kwargs):
+            result = on_whole(func, args, kwargs)
         elif is_elementwise(func):
             result = on_locals(func, args, kwargs)
         elif func is aten.index_put_.default:
@@ -114,6 +122,36 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_grad_enabled():
         _connect(args, kwargs, result)
     return result
+
+
+# -- with data parallelism
+#
+# Plain tensors may be of a rank's own rows. What is computed of them and of parameters, for a loss, is whole on each rank; its
+# gradient is averaged when it gets the form of the parameter (tensor_whole.py). In backward that is where autograd adds it to
+# one that has the form already, or multiplies by the gradient of a number (of a norm).
+
+_LINEAR = frozenset([aten.add.Tensor, aten.add_.Tensor, aten.mul.Tensor])
+
+
+def _with_replicas(args: Any) -> DTensor | None:
+    """The first operand that data-parallel ranks have too."""
+    found = (x.base if isinstance(x, ShardView) else x for x in args if isinstance(x, (DispatchedTensor, ShardView)))
+    first = next(found, None)
+    return first if first is not None and has_replicas(first._spec.mesh) else None
+
+
+def _meets_rows(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if an elementwise operation, for a loss, has a plain operand."""
+    if not torch.is_grad_enabled() or in_backward() or not is_elementwise(func) or written_by(func):
+        return False
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return any(x.requires_grad for x in tensors) and any(not isinstance(x, (DTensor, LazyView)) for x in tensors)
+
+
+def _averaged_operands(args: Any, ours: DTensor) -> Any:
+    """Plain ones of the same shape, and numbers."""
+    plain = lambda x: isinstance(x, torch.Tensor) and not isinstance(x, (DTensor, LazyView))  # noqa: E731
+    return tuple(averaged(x, ours._spec) if plain(x) and x.shape in ((), ours.shape) else x for x in args)
 
 
 def _connect(args: Any, kwargs: Any, result: Any) -> None:

@@ -103,6 +103,11 @@ def everyone_on(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _everyone.get(mesh) or mesh.get_group()
 
 
+def has_replicas(mesh: DeviceMesh) -> bool:
+    """True if data-parallel ranks train the model of the parameters on this mesh."""
+    return mesh in _everyone
+
+
 def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """The same spec for another dtype: gradients of bf16 parameters may be fp32."""
     meta = spec.tensor_meta

@@ -9,11 +9,13 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
-from megafx.distributed.tensor_layout import shard_of, spec_of, whole_of
+from megafx.distributed.failures import stopping_with_others
+from megafx.distributed.tensor_layout import everyone_on, has_replicas, shard_of, spec_of, whole_of
 from megafx.errors import UsageError
 
 _new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
@@ -177,6 +179,41 @@ def view(kind: type[LazyView], func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # -- autograd: gradients of sharded tensors are sharded, those of plain tensors plain
+#
+# What data-parallel ranks compute of a parameter outside of the model is of their own rows, and their losses are averaged. So
+# are its gradients, which come plain: before ranks take their shards of it.
+
+
+class Averaged(torch.autograd.Function):
+    """The mean over all ranks that train a model, of which tensor-parallel ones have equal values. Collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+        ctx.spec = spec
+        group = everyone_on(spec.mesh)
+        repeated = x.dim() > 0 and x.numel() > 0 and not any(x.stride())  # of a sum or a mean: one number
+        mean = (x.reshape(-1)[:1] if repeated else x).detach().clone(memory_format=torch.contiguous_format)
+        with stopping_with_others("backward of a parameter that is used outside of the model"):
+            dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+        return mean.expand(x.shape) if repeated else mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return averaged(grad, ctx.spec), None
+
+
+def averaged(x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A plain gradient of a tensor of this spec, over data-parallel ranks, if there are any. Collective; differentiable."""
+    if not has_replicas(spec.mesh) or x.is_meta:
+        return x
+    made: torch.Tensor = Averaged.apply(x, spec)
+    return made
+
+
+def in_backward() -> bool:
+    """True if autograd runs a backward now."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # torch.utils.checkpoint asks so too
 
 
 class Part(torch.autograd.Function):
@@ -205,7 +242,7 @@ class Whole(torch.autograd.Function):
         spec, kind = ctx.form
         if spec is None or isinstance(grad, DTensor):
             return grad
-        made: torch.Tensor = Part.apply(grad, spec, kind)
+        made: torch.Tensor = Part.apply(averaged(grad, spec), spec, kind)
         return made
 
 
@@ -222,7 +259,7 @@ class GradientForm:
             return grad
         if isinstance(grad, (DTensor, LazyView)):
             grad = Whole.apply(grad)
-        return grad if self.spec is None else Part.apply(grad, self.spec, self.kind)
+        return grad if self.spec is None else Part.apply(averaged(grad, self.spec), self.spec, self.kind)
 
 
 def keep_form(x: Any, kind: type[DTensor]) -> None:

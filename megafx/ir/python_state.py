@@ -45,6 +45,7 @@ SEQUENCES = (list, tuple, deque)
 REPLACED_BY = (
     "_megafx_replaced_by"  # attribute of a parameter: a weak reference to the one that the model has in its place
 )
+OF_PARAMETERS = "_megafx_of_parameters"  # attribute of a tensor
 _left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
@@ -437,8 +438,26 @@ def _requires_grad(value: Any) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """A sharded tensor as a plain one (collective); other values as they are."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """A sharded tensor as a plain one (collective), which is noted as `of_parameters`; other values as they are."""
+    if not isinstance(value, DTensor):
+        return value
+    found = value.full_tensor()
+    vars(found)[OF_PARAMETERS] = True
+    return found
+
+
+def without_gradient(value: Any) -> Any:
+    """A plain tensor that requires a gradient, detached; other values as they are."""
+    if type(value) is not torch.Tensor or not value.requires_grad:
+        return value
+    found = value.detach()
+    vars(found).update({OF_PARAMETERS: True} if of_parameters(value) else {})
+    return found
+
+
+def of_parameters(value: Any) -> bool:
+    """True of a parameter, and of what `whole` has made of one: its dims are no batch's, whatever their sizes."""
+    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and OF_PARAMETERS in vars(value))
 
 
 def names(places: Sequence[Place]) -> str:

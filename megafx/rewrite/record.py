@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megafx.ir.holders import own_functional
 from megafx.ir.program import VAL
 
 
@@ -25,7 +26,7 @@ def record(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.
     recorder = _Recorder()
     for i, tensor in enumerate(tensors):
         recorder.know(recorder.graph.placeholder(f"arg{i}"), tensor)
-    with enable_python_dispatcher(), recorder:
+    with own_functional(), enable_python_dispatcher(), recorder:
         result = function(*tensors)
     recorder.graph.output(recorder.nodes(result))
     recorder.graph.eliminate_dead_code()

@@ -102,9 +102,11 @@ _STORED = ("param", "buffer")
 
 
 class BoundGraph:
-    """A compiled call, bound to the parameters and buffers of a model. about: what ranks that make this call agree on."""
+    """A compiled call, bound to the parameters and buffers of a model.
 
-    def __init__(self, state: ModelState, compiled: CompiledCall, about: str = "") -> None:
+    about: what ranks that make this call agree on. stage: of a pipeline, whose inputs are another stage's outputs."""
+
+    def __init__(self, state: ModelState, compiled: CompiledCall, about: str = "", stage: bool = False) -> None:
         self.state, self.compiled, self.about = state, compiled, about
         self.executable, self.spec = compiled.executable, compiled.spec
         program = compiled.program
@@ -156,6 +158,8 @@ class BoundGraph:
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
         # What data-parallel ranks compute of outputs is averaged. Where gradients are added, it is so from the start.
         self.parts_of_mean = batch.ranks if batch is not None and batch.summed and self.losses else 1
+        # So what is computed of inputs' gradients is averaged, too: they are those of this many times the loss.
+        self.parts_of_input = 1 if stage else self.parts_of_mean
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
         self.keep_casts: Callable[[], BoundGraph | None] | None = None
@@ -386,7 +390,11 @@ class BoundGraph:
         run.tangents = {name for name, x in zip(self.tangents, tangents, strict=True) if x is not None}
         run.results, run.used = self.reached.results, {}
         with running(run) if self.tapes else contextlib.nullcontext():
-            return self._backward(kept, tangents, retain, edges, run)
+            found = self._backward(kept, tangents, retain, edges, run)
+        if self.parts_of_input == 1:
+            return found
+        pairs = zip(found, self.wrt_names, strict=True)
+        return [g if g is None or name is not None else g * self.parts_of_input for g, name in pairs]
 
     def _backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any], run: Running) -> list[Any]:
         holding, held, found = self.compiled.holding, self.state.held, None

@@ -110,7 +110,8 @@ class Fingerprint:
                 return form(self, value)
         return self._object(value)
 
-    def _function(self, function: types.FunctionType) -> Any:
+    def _function(self, function: types.FunctionType, package: bool = False) -> Any:
+        """package: what it wraps, a package's own."""
         code = function.__code__
         self.files.add(code.co_filename)
         name = ["function", function.__module__, function.__qualname__, code_digest(code)]
@@ -118,15 +119,19 @@ class Fingerprint:
             return name
         self._open.add(id(function))
         try:
-            given = [self.plain(function.__defaults__), self.plain(function.__kwdefaults__)]
+            package = package or _is_of_package(function)
+            given = [] if package else [self.plain(function.__defaults__), self.plain(function.__kwdefaults__)]
             wrapped = getattr(function, "__wrapped__", None)
             form = (
                 self if wrapped is None else self.plain
             )  # what the innermost function reads of its variables has guards
-            cells = [] if _is_of_package(function) else [form(value) for value in _variables(function)]
-            return [*name, *given, cells, *([] if wrapped is None else [self(wrapped)])]
+            cells = [] if package else [form(value) for value in _variables(function)]
+            return [*name, *given, cells, *([] if wrapped is None else [self._wrapped(wrapped, package)])]
         finally:
             self._open.discard(id(function))
+
+    def _wrapped(self, value: Any, package: bool) -> Any:
+        return self._function(value, package) if isinstance(value, types.FunctionType) else self(value)
 
     def plain(self, value: Any) -> Any:
         """The same without objects of the user: nobody guards what is read of them here."""

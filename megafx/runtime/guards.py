@@ -7,11 +7,12 @@ needs another graph (capture/hooks.py). Wrapping the model in DDP or `fully_shar
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules import module as of_all
@@ -169,7 +170,15 @@ class DirectCall:
     ) -> None:
         functools.update_wrapper(self, module.forward)  # its signature is asked for (generate does)
         self.fqn, self.open_now, self.run, self.module = fqn, open_now, run, weakref.ref(module)
-        self.own, self.replaced = module.forward, vars(module).get("forward")
+        self.replaced = vars(module).get("forward")
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The module's own forward, as it is now: of its class, where the user has put none on the instance."""
+        if self.replaced is not None:
+            return cast(Callable[..., Any], self.replaced)
+        module = self.module()
+        return cast(Callable[..., Any], inspect.getattr_static(type(module), "forward").__get__(module, type(module)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.own(*args, **kwargs) if self.open_now() else self.run(self.fqn, self.module(), args, kwargs)

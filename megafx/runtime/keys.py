@@ -31,7 +31,7 @@ from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
 from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses
 from megafx.ir.program import Input, Program
-from megafx.ir.python_state import whole
+from megafx.ir.python_state import of_parameters, whole, without_gradient
 from megafx.runtime.cache_shard import CacheShard
 
 
@@ -73,7 +73,7 @@ class Call:
 
     def without_gradients(self) -> Call:
         """The same call, of whose tensors no gradient is wanted."""
-        leaves = [x.detach() if type(x) is torch.Tensor and x.requires_grad else x for x in self.leaves]
+        leaves = [without_gradient(x) for x in self.leaves]
         args, kwargs, loss_inputs = pytree.tree_unflatten(leaves, self.spec)
         return replace(self, args=args, kwargs=kwargs, loss_inputs=loss_inputs, leaves=leaves)
 
@@ -181,7 +181,8 @@ def exact(number: Any) -> Hashable:
 def _leaf_kind(value: Any, grad: bool) -> Hashable:
     if isinstance(value, torch.Tensor):
         where = value.placement if isinstance(value, CacheShard) else None
-        return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where
+        of = of_parameters(value)
+        return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where, of
     return type(value), value
 
 
@@ -229,7 +230,8 @@ class KeyMaker:
     def skeleton(self, call: Call, state: Hashable, grad: bool) -> Hashable:
         """The key without the values of numbers."""
         kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
-        return call.part, call.spec, kinds, grad, self.intern(state), autocast_state(), torch.get_default_dtype()
+        ambient = autocast_state(), torch.get_default_dtype(), default_device()
+        return call.part, call.spec, kinds, grad, self.intern(state), *ambient
 
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""
@@ -241,6 +243,11 @@ class KeyMaker:
 def autocast_state() -> Hashable:
     """The autocast contexts that are on."""
     return tuple([tuple(context.values()) for context in ambient_autocast()])
+
+
+def default_device() -> torch.device | None:
+    """Where the caller's tensors are made, if that was set (`torch.set_default_device`, `with torch.device(...)`)."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[Any, ...]]:

@@ -42,6 +42,7 @@ from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.call_spec import ambient_autocast
+from megafx.ir.holders import as_of_the_call
 from megafx.ir.program import Input, Note, Program
 from megafx.ir.python_state import Place
 from megafx.ops.axes import AxisContext
@@ -469,7 +470,7 @@ class Runtime:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        graph = BoundGraph(self.state, compiled, about)
+        graph = BoundGraph(self.state, compiled, about, stage=self.elsewhere is not None)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
         graph.keep_casts = compiled.keeping_casts and (lambda: keep_casts(self, compiled, about, autocast))
         training = {m: m.training for m in self.modules}
@@ -634,7 +635,7 @@ class Runtime:
         """The model is the user's own within: its forward, its hooks. Hooks on what autograd saves are the run's alone."""
         self.capturing = True
         try:
-            with without_hooks_on_saved(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+            with as_of_the_call(), without_hooks_on_saved(), torch.inference_mode(False), torch.set_grad_enabled(grad):
                 yield
         finally:
             self.capturing = False

@@ -13,6 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "forward asks whether a tensor was made in inferen": "loop/situations/loop_state_held.py",
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
     "<what> cannot cut the <of>: <what>, which would s": "loop/situations/loop_data_parallel.py",
     "a hook on the output <names>, or retain_grad() o": "runtime/test_hooks_on_outputs.py",

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megafx.ir.facts import SampleTensor, real
@@ -46,14 +45,14 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "silu", "relu2")
 def activation(u: Tensor, act: str) -> Tensor:
     """act(u), in u's dtype."""
     if act == "gelu":
-        return F.gelu(u)
+        return aten.gelu(u)
     if act == "gelu_tanh":
-        return F.gelu(u, approximate="tanh")
+        return aten.gelu(u, approximate="tanh")
     if act == "gelu_quick":
         return u * torch.sigmoid(1.702 * u)
     if act == "silu":
-        return F.silu(u)
-    positive = F.relu(u)
+        return aten.silu(u)
+    positive = aten.relu(u)
     return positive * positive if act == "relu2" else positive
 
 
@@ -68,7 +67,7 @@ def activation_gradient(grad: Tensor, u: Tensor, act: str) -> Tensor:
         return grad * (s + 1.702 * u * s * (1 - s))
     if act == "silu":
         return aten.silu_backward(grad, u)
-    return grad * (2 * F.relu(u) if act == "relu2" else (u > 0).to(u.dtype))
+    return grad * (2 * aten.relu(u) if act == "relu2" else (u > 0).to(u.dtype))
 
 
 # -- checks

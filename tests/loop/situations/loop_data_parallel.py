@@ -186,3 +186,48 @@ def the_largest_value_of_all_rows(loop: Loop) -> None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         assert own <= 100
     loop.see(loss=loss, largest=float(largest))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/97155", slow=(1, 2, *FORMS[1:]), data=FORMS)
+def parameters_are_given_as_arguments(loop: Loop) -> None:
+    """Themselves, in a dict, and what is computed of them; a prompt of the user's own, of another number of rows."""
+
+    class Given(Objective):
+        def forward(self, x: Tensor, a_prompt: Tensor, given: dict[str, Tensor]) -> Tensor:
+            h = (
+                self.up(self.norm(x))
+                + F.linear(x, given["w"])
+                + given["twice"].sum()
+                + x @ a_prompt.T @ a_prompt[:, :1]
+            )
+            return self.down(F.gelu(h)).square().mean()
+
+    model = loop.model(Given(lambda m, h, y: h))
+    prompt = torch.randn(13, 7, requires_grad=True)
+    for _ in range(2):
+        given = {"w": model.up.weight, "twice": 2 * model.down.weight}
+        loss = model(loop.rows(torch.randn(6, 7)), prompt, given)
+        loss.backward()
+        loop.see(loss=loop.mean(loss), prompt=loop.mean(prompt.grad))
+    loop.see_gradients(model)
+
+
+@situation("https://github.com/huggingface/trl/issues/3207", slow=(1, 2, "zero1", "ddp"), data=FORMS)
+def parameters_meet_rows_outside_of_the_model(loop: Loop) -> None:
+    """Heads applied in a loss of the user's, temperatures, norms times a number of the batch, a submodule called by itself."""
+
+    def total(out: Tensor, m: nn.Module, y: Tensor) -> Tensor:
+        x = torch.stack([y, y * y, *[y.double().cos() + k for k in range(5)]], 1).double()
+        head = F.cross_entropy(F.linear(F.linear(x, m.up.weight, m.up.bias), m.down.weight), y)
+        scaled = (
+            (x @ x.new_ones(7) * m.down.bias[0].exp()).mean() + x.mean() * m.up.bias.norm() + (m.norm.weight * x).mean()
+        )
+        return out + head + scaled + 0.1 * m.up.weight.square().mean()
+
+    train(loop, lambda m, h, y: F.cross_entropy(h, y), total, steps=2)
+    model = loop.model(Objective(lambda m, h, y: F.cross_entropy(h, y)))
+    for part in (nn.Identity(), model.norm):  # a submodule only after the first call of the model
+        loss = model(part(loop.rows(torch.randn(6, 7))), loop.rows(torch.randint(0, 5, (6,))))
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+    loop.see_gradients(model)

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import types
 import weakref
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from loop import Loop, situation
 from torch import nn
+
+from megafx.errors import CaptureError
 
 THREAD = "https://github.com/pytorch/pytorch/issues/115774"
 
@@ -183,6 +188,10 @@ class Settled(nn.Module):
             h = h + 1
         if torch.is_grad_enabled():
             h = h * 5
+        if torch.is_inference_mode_enabled():
+            h = h * 7
+        if torch.backends.cudnn.enabled and torch.is_autocast_cache_enabled() and not torch.is_anomaly_enabled():
+            h = h * 11
         return h * 3 if torch.backends.cudnn.benchmark or torch.compiler.is_compiling() else h
 
 
@@ -200,7 +209,72 @@ def settings_of_torch_are_changed(loop: Loop) -> None:
     torch.set_float32_matmul_precision(before)
     with torch.backends.cudnn.flags(benchmark=True):
         _step(loop, model)
+    with torch.backends.cudnn.flags(enabled=False):
+        _step(loop, model)
+    with torch.autograd.set_detect_anomaly(True):
+        _step(loop, model)
+    with torch.inference_mode():
+        loop.see(value=model(torch.ones(2, 3, 8)).clone())
     frozen, x = loop.model(Settled().requires_grad_(False)), torch.randn(2, 3, 8)
     loop.see(on=frozen(x))
     with torch.no_grad():
         loop.see(off=frozen(x))
+
+
+@functools.singledispatch
+def activation(h: torch.Tensor) -> torch.Tensor:
+    return h
+
+
+class Patched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gains = nn.Linear(8, 8), collections.OrderedDict(a=1.0, b=2.0, c=3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = activation(F.silu(self.linear(x)))
+        for i, gain in enumerate(self.gains.values()):
+            h = h * (gain + i)
+        self.gains.move_to_end("a")
+        self.gains["b"] = self.gains.pop("b")
+        return h
+
+
+@situation("https://github.com/linkedin/Liger-Kernel/issues/159")
+def functions_of_torch_are_replaced(loop: Loop) -> None:
+    """Between calls, as patches of model libraries do; and forward moves items of an ordered dict."""
+    model, silu, forward = loop.model(Patched()), F.silu, nn.Linear.forward
+    try:
+        _step(loop, model)
+        F.silu = lambda h: 3 * silu(h)
+        _step(loop, model)
+        nn.Linear.forward = lambda self, x: 2 * forward(self, x)  # type: ignore[method-assign]  # as users do
+        _step(loop, model)
+    finally:
+        F.silu, nn.Linear.forward = silu, forward  # type: ignore[method-assign]
+    loop.see(order=[*model.gains])
+    activation.register(torch.Tensor, lambda h: h.sin())
+    _step(loop, model)
+    activation.register(torch.Tensor, lambda h: h)
+    loop.see_gradients(model)
+
+
+@situation(THREAD, ranks=(1,))
+def whether_tensors_are_of_inference_mode(loop: Loop) -> None:
+    """Refused; the advice is followed."""
+
+    class Asks(nn.Linear):
+        tensors = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            return h if (h.is_inference() if self.tensors else torch.is_inference_mode_enabled()) else 2 * h
+
+    model = loop.model(Asks(8, 8))
+    if not loop.eager:
+        with pytest.raises(CaptureError, match="is_inference"):
+            model(torch.ones(2, 8))
+    model.tensors = loop.eager
+    loop.see(plain=model(torch.ones(2, 8)))
+    with torch.inference_mode():
+        loop.see(inference=model(torch.ones(2, 8)).clone())
