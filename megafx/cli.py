@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=_count, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
     )
     argument("--memory", type=device_memory, metavar="SIZE", help="of each, for example 80GiB")
+    about = "with --gpus: rows of a step of all GPUs, in as many micro-batches as it takes"
+    argument("--global-batch", type=_count, metavar="N", help=about)
     argument("--json", type=_output, metavar="FILE", help="with --gpus: write what was found as JSON")
     about = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
     argument("--pipeline-stages", type=_count, metavar="N", help=about)
@@ -275,6 +277,11 @@ def _plan(args: argparse.Namespace) -> int:
 
     if (args.gpus is None) != (args.memory is None):
         raise UsageError("--gpus and --memory go together", fix="for example --gpus 8 --memory 80GiB")
+    if args.global_batch is not None and args.gpus is None:
+        raise UsageError(
+            "--global-batch without --gpus: a plan is of one micro-batch",
+            fix="--micro-batch-size N, or --gpus N --memory SIZE",
+        )
     if args.json and args.gpus is None:
         raise UsageError(
             "--json without --gpus: a plan is written by --save", fix="--save FILE, or megafx explain --json FILE"
@@ -283,7 +290,8 @@ def _plan(args: argparse.Namespace) -> int:
     model, inputs = _model(args)
     if args.gpus is not None:
         batches = (1, 2, 4, 8) if args.micro_batch_size is None else (args.micro_batch_size,)
-        found = megafx.search(model, args.gpus, args.memory, config, example_inputs=inputs, batches=batches)
+        options = {"example_inputs": inputs, "batches": batches, "global_batch": args.global_batch}
+        found = megafx.search(model, args.gpus, args.memory, config, **options)
         print(found)
         if args.json:
             args.json.write_text(found.to_json())

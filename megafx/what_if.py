@@ -1,9 +1,10 @@
 """`megafx.search`: which layout of a model on so many GPUs is the fastest that fits, by the cost model.
 
-Tried are all ways to share the GPUs between tensor, context and data parallelism, the forms of the latter, sequence parallelism
-on and off, micro-batch sizes, and budgets for what is kept for backward. Every layout of tensor- and context-parallel ranks is
-planned as `megafx.plan` does, at the first batch size; planner/whole_step.py adds the rest of a step. Tensor-parallel ranks are
-of one host. Sequences are cut where they are so long that each rank has LEAST_TOKENS of them, or where the config says so.
+Tried are all ways to share the GPUs between tensor, context and data parallelism, the forms of the latter, sequence
+parallelism on and off, micro-batch sizes, and budgets for what is kept for backward; beyond one host also pipelines, and
+sequence parallelism on alone. Every layout of tensor- and context-parallel ranks is planned as `megafx.plan` does, at the
+first batch size; planner/whole_step.py adds the rest of a step. Tensor-parallel ranks are of one host. Sequences are cut where
+they are so long that each rank has LEAST_TOKENS of them, or where the config says so.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import DDP, DataAxis
-from megafx.planner.context import Planner
+from megafx.planner.context import Planner, price_workload
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
-from megafx.planner.plan import Plan
+from megafx.planner.pipeline_step import Split
 from megafx.planner.timeline import StepTimes, timeline
-from megafx.planner.whole_step import copies_of, in_form, out_of_reach, whole_steps
+from megafx.planner.whole_step import ONE, copies_of, in_form, out_of_reach, whole_steps
 from megafx.progress import stage
 from megafx.units import bytes_text, time_text
 
+CHUNKS = (1, 2, 4, 8)  # stages of a pipeline rank
+MICROBATCHES = 4  # for each pipeline rank, where no global batch is given
 LEAST_TOKENS = 4096  # of a context-parallel rank: with fewer, products lose rate, and other axes serve as well
 TWINS_SHOWN = 3
 TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one choice: the model knows steps to several percent
@@ -52,6 +55,7 @@ class Candidate:
     sent: int  # bytes of a rank
     rate: float
     peak: float = 0.0
+    split: Split = ONE
     twins: tuple[Candidate, ...] = ()
 
     @property
@@ -91,14 +95,24 @@ class Candidate:
         }
         sizes = {"sent_bytes": self.sent, "rows": self.rows, "parts_us": self.parts, "memory_bytes": self.memory}
         twins = [twin.to_dict() | {"slower": twin.slower_than(self)} for twin in self.twins]
-        return {"config": self.config.to_dict()} | numbers | sizes | {"twins": twins}
+        split = {
+            "pipeline_ranks": self.split.ranks,
+            "stages": self.split.stages,
+            "microbatches": self.split.microbatches,
+        }
+        return {"config": self.config.to_dict()} | split | numbers | sizes | {"twins": twins}
 
     def text(self) -> str:
-        """The Config to paste."""
+        """The Config to paste, or the call of megafx.pipeline."""
         default = Config()
         given = {f.name: getattr(self.config, f.name) for f in fields(Config)}
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
-        return f"megafx.Config({', '.join(changed)})"
+        text, split = f"megafx.Config({', '.join(changed)})", self.split
+        if split.ranks == 1:
+            return text
+        schedule = "1F1B" if split.chunks == 1 else "Interleaved1F1B"
+        stages = f"stages={split.stages}, microbatches={split.microbatches}, schedule={schedule!r}"
+        return f"megafx.pipeline(model, {text}, {stages})"
 
 
 @dataclass
@@ -158,13 +172,14 @@ class Found:
             except UsageError as error:
                 return str(error)
         out = io.StringIO()
-        console = Console(file=out, width=150, color_system=None, legacy_windows=False)
+        console = Console(file=out, width=160, color_system=None, legacy_windows=False)
         fits = f"{self.tried} configurations of {self.gpus} GPUs tried, {bytes_text(self.memory)} each"
         console.print(fits, highlight=False)
         table = Table(show_lines=False, pad_edge=False)
-        for name in (
+        for name in [
             "tp",
             "cp",
+            "pp",
             "dp",
             "form",
             "sp",
@@ -176,7 +191,7 @@ class Found:
             "memory",
             "sends",
             "why",
-        ):
+        ]:
             table.add_column(name, overflow="fold")
         for c in self.best:
             k = c.config
@@ -187,14 +202,17 @@ class Found:
             what = (
                 k.tensor_model_parallel_size,
                 k.context_parallel_size,
+                c.split.ranks if c.split.chunks == 1 else f"{c.split.ranks}x{c.split.chunks}",
                 k.data_parallel_size or 1,
                 form,
                 "on" if k.sequence_parallel else "off",
             )
+            m = c.split.microbatches
+            batch = k.micro_batch_size if m == 1 else f"{m}x{k.micro_batch_size}"
             budget = "" if k.activation_memory_budget is None else k.activation_memory_budget
             more = [f"or {len(c.twins) - TWINS_SHOWN} more"] if len(c.twins) > TWINS_SHOWN else []
             why = "\n".join([self.why(c), *(f"or {_twin_text(twin, c)}" for twin in c.twins[:TWINS_SHOWN]), *more])
-            table.add_row(*map(str, (*what, k.micro_batch_size, budget, *numbers, *sizes, why)))
+            table.add_row(*map(str, (*what, batch, budget, *numbers, *sizes, why)))
         console.print(table)
         for layout, why in self.refused.items():
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
@@ -226,9 +244,9 @@ def _form_text(config: Config) -> str:
 
 def _without_twins(found: Iterable[Candidate]) -> list[Candidate]:
     """found: best first -> the same, but of forms of data parallelism whose steps are about equal the first has the others."""
-    rows: list[tuple[Config, Candidate, list[Candidate]]] = []
+    rows: list[tuple[Any, Candidate, list[Candidate]]] = []
     for candidate in found:
-        choice = in_form(candidate.config, DDP)
+        choice = in_form(candidate.config, DDP), candidate.split
         for other, first, twins in rows:
             if other == choice and candidate.slower_than(first) <= TWINS:
                 twins.append(candidate)
@@ -247,14 +265,18 @@ def search_call(
     batches: Sequence[int],
     shown: int,
     wants_grad: Callable[[Input], bool],
+    global_batch: int | None = None,
 ) -> Found:
-    """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted."""
+    """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted. global_batch: rows of a step."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
-    search = _Search(program, hardware, batches, memory, config.data_parallel_shard_size, wants_grad)
+    search = _Search(program, hardware, batches, memory, config.data_parallel_shard_size, wants_grad, global_batch)
     for t in [t for t in range(gpus, 0, -1) if gpus % t == 0]:
+        if why := out_of_reach(t, gpus, hardware):
+            refused[why] = f"tp={t}" if t == gpus else f"tp={t} and more"
+            continue
         for c in _context_sizes(config, gpus // t):
-            for sequence in (False, True) if t > 1 else (False,):
+            for sequence in _sequence(t, gpus > hardware.gpus_per_host):
                 d = gpus // (t * c)
                 options = in_form(config, DDP).replace(
                     tensor_model_parallel_size=t,
@@ -263,14 +285,12 @@ def search_call(
                     data_parallel_size=d if d > 1 else None,
                 )
                 what = f"tp={t}, {f'cp={c}, ' * (c > 1)}sequence_parallel={sequence}"
-                if why := out_of_reach(t, gpus, hardware):
-                    refused[what] = why
-                    continue
                 try:
                     with stage(f"plan {what}"):
                         tried += search.candidates(options)
                 except MegafxError as error:
-                    refused[what] = error.found
+                    refused.setdefault(error.found, what)
+    refused = {what: why for why, what in refused.items()}
     best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
     return Found(gpus, memory, len(tried), best[:shown], refused, least)
@@ -282,6 +302,11 @@ def _context_sizes(config: Config, gpus: int) -> list[int]:
         return [config.context_parallel_size] * (gpus % config.context_parallel_size == 0)
     most = max((config.seq_length or 1) // LEAST_TOKENS, 1)
     return [c for c in range(1, min(gpus, most) + 1) if gpus % c == 0]
+
+
+def _sequence(t: int, several_hosts: bool) -> tuple[bool, ...]:
+    """Sequence parallelism off and on; beyond one host, where there is more to choose among, on."""
+    return (False,) if t == 1 else (True,) if several_hosts else (False, True)
 
 
 class _Search:
@@ -296,7 +321,9 @@ class _Search:
         memory: int,
         shard: int | None,
         wants_grad: Callable[[Input], bool],
+        global_batch: int | None,
     ) -> None:
+        self.global_batch = global_batch
         self.hardware, self.batches, self.memory, self.wants_grad = hardware, batches, memory, wants_grad
         self.shard = shard  # data-parallel ranks that hold a copy, as the config asks for
         self.captured = program
@@ -308,15 +335,40 @@ class _Search:
         dtype, rate = max(hardware.flops_per_second.items(), key=lambda item: item[1])
         peak = hardware.peak_flops_per_second.get(dtype, 0.0)
         for picture, step, batch in self._priced(config):
-            options = config.replace(micro_batch_size=batch)
-            shards = copies_of(config, hardware) if self.shard is None else [self.shard]
-            shards = [s for s in shards if (config.data_parallel_size or 1) % s == 0]
-            for found in whole_steps(picture, step, options, hardware, self.memory, shards):
-                yield Candidate(found.config, found.parts, found.memory, found.rows, step.flops, found.sent, rate, peak)
+            fits = False
+            for options, split in self._splits(config.replace(micro_batch_size=batch), len(picture.order)):
+                shards = copies_of(options, hardware) if self.shard is None else [self.shard]
+                shards = [s for s in shards if (options.data_parallel_size or 1) % s == 0]
+                for one in whole_steps(picture, step, options, hardware, self.memory, shards, split):
+                    fits = fits or sum(one.memory.values()) <= self.memory
+                    numbers = (one.parts, one.memory, one.rows, one.flops, one.sent, rate, peak)
+                    yield Candidate(one.config, *numbers, one.split)
+            if not fits:
+                break  # larger batches hold more
 
-    def _planner(self, config: Config, given: Plan | None = None) -> Planner:
+    def _splits(self, config: Config, parts: int) -> Iterator[tuple[Config, Split]]:
+        """The config with fewer data-parallel ranks, for pipelines beyond one host, and micro-batches. parts: of the model."""
+        d, t, batch = (
+            config.data_parallel_size or 1,
+            config.tensor_model_parallel_size or 1,
+            config.micro_batch_size or 1,
+        )
+        most = parts if d * t > self.hardware.gpus_per_host and config.context_parallel_size == 1 else 1
+        for ranks in [p for p in range(1, most + 1) if d % p == 0]:
+            rest = d // ranks
+            count = 1 if ranks == 1 else MICROBATCHES * ranks
+            if self.global_batch is not None:
+                if self.global_batch % (rest * batch):
+                    continue
+                count = self.global_batch // (rest * batch)
+            options = config.replace(data_parallel_size=rest if rest > 1 else None)
+            for chunks in CHUNKS if ranks > 1 else (1,):
+                if count >= ranks and (chunks == 1 or count % ranks == 0):
+                    yield options, Split(ranks, chunks, count)
+
+    def _planner(self, config: Config) -> Planner:
         t, data = config.tensor_model_parallel_size or 1, DataAxis.of_context(config)
-        return Planner(config, t, self.hardware, data, wants_grad=self.wants_grad, given=given)
+        return Planner(config, t, self.hardware, data, wants_grad=self.wants_grad)
 
     def _ready(self, config: Config) -> Program:
         """The program up to planning."""
@@ -338,18 +390,18 @@ class _Search:
 
     def _priced(self, config: Config) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
         """The plan of the first batch size, at each of them."""
-        ready, given = self._ready(config), None
+        ready, first = self._ready(config), config.replace(micro_batch_size=self.batches[0])
+        planner = self._planner(first)
+        passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
+        program, planner, _ = tried(ready, planner, passes)
         for batch in self.batches:
-            planner = self._planner(config.replace(micro_batch_size=batch), given)
-            passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
-            program, planner, _ = tried(ready, planner, passes)
-            given = planner.solved
+            price_workload(program, config.replace(micro_batch_size=batch))
             picture = costed_graph(program, planner)
             yield picture, timeline(picture), batch
 
 
 def modelled_step(
-    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware
+    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, split: Split = ONE
 ) -> tuple[dict[str, float], list[str]]:
     """(microseconds of a step of this config by cause, what of it is not priced)."""
     t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
@@ -360,10 +412,10 @@ def modelled_step(
     elif d * config.context_parallel_size == 1:
         config = in_form(config, DDP)
     shards = [config.data_parallel_shard_size or config.data_parallel_size or 1]
-    found = whole_steps(picture, step, config, hardware, sys.maxsize, shards)
+    found = whole_steps(picture, step, config, hardware, sys.maxsize, shards, split)
     return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
 
 
 def _not_priced(config: Config) -> Iterator[str]:
-    if config.activation_memory_budget is not None:
+    if isinstance(config.activation_memory_budget, str):
         yield "values computed again for activation_memory_budget"

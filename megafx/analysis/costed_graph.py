@@ -88,6 +88,7 @@ class _Builder:
                 if source in index and index[source] < index[node]:  # not from one layer to the next like it
                     edges[index[source], index[node]] = None
         self._keep(drawn, index)
+        self._hold(regions, drawn, index)
         order = []
         for name in names:
             own = (name,) if name in self.layers.paths else tuple(dict.fromkeys(map(fqn_of, of_region[name])))
@@ -170,6 +171,7 @@ class _Builder:
             style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
             "; ".join(texts), self._value(node), once, flops=flops, has_weight=has_weight, back_us=back, weight_us=of_weight,
             inner=statistics(self.program, self.planner, node), source=source, why=why + self.removed[node.name],
+            bytes=self._bytes(node) if isinstance(node.meta[VAL], torch.Tensor) else 0,
         )  # fmt: skip
 
     def _value(self, node: fx.Node) -> str:
@@ -246,6 +248,16 @@ class _Builder:
                 if index[node] not in counted:
                     drawn[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
             counted.add(index[node])  # of like layers the first is drawn
+
+    def _hold(self, regions: list[Region], drawn: list[CostedOp], index: dict[fx.Node, int]) -> None:
+        """Parameters count where they are first read."""
+        for node, spec in self.params.items():
+            readers = [*node.users]
+            while readers and readers[0] not in index:
+                readers = [*readers[0].users, *readers[1:]]
+            if readers:
+                region = regions[drawn[index[readers[0]]].region]
+                region.held += self._bytes(node) * share(self.plan.params[spec.name], self.planner.t) / region.times
 
     def _whole(self) -> tuple[dict[str, int], PricedTransition | None, float]:
         """Bytes of parameters, gradients and AdamW's moments on a rank; the all-reduces of gradients; the optimizer's time."""

@@ -43,7 +43,7 @@ class CostedOp:
     """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
 
     out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
-    operands and of a weight; kept: bytes held for backward at most.
+    operands and of a weight; kept: bytes held for backward at most; bytes: of its value, whole on the axis.
     """
 
     name: str
@@ -61,6 +61,7 @@ class CostedOp:
     flops: float = 0.0
     has_weight: bool = False
     kept: int = 0
+    bytes: int = 0
     move: PricedTransition | None = None
     inner: PricedTransition | None = None  # a collective that the op does itself
     source: str = ""
@@ -70,12 +71,15 @@ class CostedOp:
 
 @dataclass
 class Region:
-    """times: layers that it represents; layer: whether it is one, and no part of the model before, between or after them."""
+    """times: layers that it represents; layer: whether it is one, and no part of the model before, between or after them.
+
+    held: bytes of a rank's parameters that one of them reads first."""
 
     name: str
     times: int
     layer: bool
     nodes: list[int] = field(default_factory=list)
+    held: float = 0.0
 
 
 @dataclass

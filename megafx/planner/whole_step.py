@@ -7,6 +7,8 @@ What is added is coarser than the timeline:
   does (planner/cost.py), but its kernels no more of the device than on one host.
 - Parameters are gathered, and gradients scattered, a layer at a time; each call has a latency, which grows with the hosts.
 - Ranks that cut a sequence have summands of the same gradients, and share them out as data-parallel ranks do.
+- Pipeline stages and micro-batches: planner/pipeline_step.py. Gradients of micro-batches add up before they are reduced, but
+  for those of fsdp without a pipeline, which ranks could not hold whole.
 - A budget of a fraction f costs at most (1 - f) of a forward pass.
 - Memory is that of parameters, gradients, AdamW's moments in the parameters' dtype (no fp32 copies) and of what is kept for
   backward, an upper bound. The context of the device and buffers of libraries are not in it.
@@ -23,69 +25,96 @@ from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payl
 from megafx.planner.cost import library_seconds
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
+from megafx.planner.pipeline_step import Split, message_us, share_of
 from megafx.planner.timeline import StepTimes
 
+ONE = Split()
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
 
 
 @dataclass(frozen=True)
 class WholeStep:
     """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind; rows: of all ranks in a step;
-    sent: bytes of a rank."""
+    sent: bytes of a rank; flops: of a rank; split: its pipeline stages and micro-batches."""
 
     config: Config
     parts: dict[str, float]
     memory: dict[str, int]
     rows: int
     sent: int
+    flops: float
+    split: Split
 
 
 def whole_steps(
-    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, memory: int, shards: Sequence[int]
+    picture: CostedGraph,
+    step: StepTimes,
+    config: Config,
+    hardware: Hardware,
+    memory: int,
+    shards: Sequence[int],
+    split: Split = ONE,
 ) -> Iterator[WholeStep]:
-    """One for each form of data parallelism and each budget; of the budgets those up to the first that fits.
+    """One for each form of data parallelism and each budget; of the budgets those up to the first that fits. None for a model
+    of fewer parts than stages.
 
-    shards: numbers of data-parallel ranks that hold one copy of the parameters."""
+    picture, step: of one micro-batch. shards: numbers of data-parallel ranks that hold one copy of the parameters."""
     t, c, d = config.tensor_model_parallel_size or 1, config.context_parallel_size, config.data_parallel_size or 1
-    n = d * c  # ranks that have summands of a gradient
-    held = picture.memory
+    n, m = d * c, split.microbatches  # n: ranks that have summands of a gradient
+    own = share_of(picture, step, split)
+    if own is None:
+        return
+    held = {kind: int(size * own.held) for kind, size in picture.memory.items()}
     params, grads, moments = held["parameters"], held["gradients"], held["AdamW's moments"]
     times = [r.times for r in picture.regions]
-    kept = sum(times[node.region] * node.kept for node in picture.nodes)
     forward, backward = (
-        sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
+        own.time * sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
     )
     moves = [(times[node.region], node.move) for node in picture.nodes if node.move]
     moved = sum(often * (move.forward_bytes + move.backward_bytes) for often, move in moves)
-    computing = step.compute_us + step.host_us - picture.optimizer_us
-    outer = {axis: us for axis, us in step.exposed_by_axis.items() if axis != TENSOR_AXIS}
-    of_context, layers = outer.pop(CONTEXT_AXIS, 0.0), max(sum(times), 1)
+    computing = (step.compute_us + step.host_us - picture.optimizer_us) * own.time
+    outer = {axis: us * own.time for axis, us in step.exposed_by_axis.items() if axis != TENSOR_AXIS}
+    of_context, of_data = outer.pop(CONTEXT_AXIS, 0.0), sum(outer.values())
+    of_tensor = step.exposed_us * own.time - of_context - of_data
+    message, size = message_us(picture, hardware, t * n) if split.ranks > 1 else (0.0, 0)
+    messages = 2 * split.chunks * m
+    layers = max(round(sum(times) * own.held), 1)
     sharded = [(form, shard) for form in (ZERO1, FSDP) for shard in shards] if n > 1 else []
     for form, shard in [(DDP, 1), *sharded]:
-        group = _DataGroup(hardware, t, c, d, shard, layers, config.data_parallel_bucket_mib * 2**20)
+        group = _DataGroup(hardware, t, c, d, shard, layers, config.data_parallel_bucket_mib * 2**20, split)
         waits = group.waits(form, params, grads, forward, backward)
         whole = 1 if form == DDP else shard * c
         gathered = {DDP: 0, ZERO1: params, FSDP: 2 * params // layers}[form]
-        for fraction in FRACTIONS:
+        for fraction in fractions_of(config):
+            again = 0.0 if fraction is None else (1 - fraction) * computing / 3
             parts = {
-                "computing": computing,
-                "tensor-parallel collectives": step.exposed_us - of_context - sum(outer.values()),
-                "context-parallel collectives": of_context,
-                "data-parallel collectives": sum(outer.values()) + waits,
-                "the optimizer": picture.optimizer_us / whole,
-                "computing again in backward": 0.0 if fraction is None else (1 - fraction) * computing / 3,
+                "computing": m * computing,
+                "tensor-parallel collectives": m * of_tensor,
+                "context-parallel collectives": m * of_context,
+                "data-parallel collectives": m * of_data + waits,
+                "the optimizer": picture.optimizer_us * own.held / whole,
+                "computing again in backward": m * again,
+                "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_tensor),
+                "messages between stages": messages * message,
             }
             used = {
                 "parameters": params // whole + gathered,
-                "gradients": grads // whole,
+                "gradients": grads // (1 if group.holds(form) else whole),
                 "AdamW's moments": moments // whole,
-                "kept for backward": int(kept * (1 if fraction is None else fraction)),
+                "kept for backward": int(own.kept * (1 if fraction is None else fraction)),
             }
             changed = in_form(config, form, shard).replace(activation_memory_budget=fraction)
-            sent = moved + group.sent(form, params, grads)
-            yield WholeStep(changed, parts, used, (config.micro_batch_size or 1) * d, sent)
+            sent = int(m * moved * own.time) + messages * size + group.sent(form, params, grads)
+            rows, flops = (config.micro_batch_size or 1) * d * m, step.flops * m / split.ranks
+            yield WholeStep(changed, parts, used, rows, sent, flops, split)
             if sum(used.values()) <= memory:
                 break
+
+
+def fractions_of(config: Config) -> Sequence[float | None]:
+    """Budgets to try: that of the config, where it is a fraction."""
+    budget = config.activation_memory_budget
+    return FRACTIONS if budget is None or isinstance(budget, str) else (float(budget),)
 
 
 def copies_of(config: Config, hardware: Hardware) -> list[int]:
@@ -107,6 +136,7 @@ class _DataGroup:
     shard: int
     layers: int
     bucket: int
+    split: Split
 
     def waits(self, form: str, params: int, grads: int, forward: float, backward: float) -> float:
         """Microseconds that the device waits in a step of so many microseconds of forward and backward."""
@@ -123,9 +153,17 @@ class _DataGroup:
         )
         buckets = -(-grads // copy // self.bucket)
         between = self._us(ALL_REDUCE, grads // copy, self.d // self.shard, inner * copy, max(buckets, 1))
-        behind = [scatter, between] if form == ZERO1 else [gather, scatter, between]
-        total, of_link = (sum(us) for us in zip(*behind, strict=True))
-        return self._exposed(gather, forward) + self._exposed((total, of_link), backward, latest)
+        again = [gather] if form == FSDP else []
+        once = self._exposed(gather, forward) + self._exposed(_sum([*again, scatter, between]), backward, latest)
+        if form == ZERO1:  # gathered once a step
+            return once
+        each = _sum([gather] if self.holds(form) else [gather, scatter])
+        more = self._exposed(gather, forward) + self._exposed(each, backward)
+        return once + (self.split.microbatches - 1) * more
+
+    def holds(self, form: str) -> bool:
+        """True if whole gradients of micro-batches add up, and are reduced after the last: those of fsdp in a pipeline only."""
+        return self.split.microbatches > 1 and (form != FSDP or self.split.ranks > 1)
 
     def _us(self, kind: str, size: int, ranks: int, inner: int, calls: int) -> tuple[float, float]:
         """(microseconds, those at the rate of a host's link) of collectives of `size` bytes in all."""
@@ -144,9 +182,14 @@ class _DataGroup:
         if form == DDP:
             return payload(ALL_REDUCE, grads, self.d * self.c)
         copy = self.shard * self.c
-        gathers = 2 if form == FSDP else 1
-        inside = gathers * payload(ALL_GATHER, params, copy) + payload(REDUCE_SCATTER, grads, copy)
+        often = self.split.microbatches if form == FSDP else 1
+        gathers, scatters = (2 * often if form == FSDP else 1), (1 if self.holds(form) else often)
+        inside = gathers * payload(ALL_GATHER, params, copy) + scatters * payload(REDUCE_SCATTER, grads, copy)
         return inside + payload(ALL_REDUCE, grads // copy, self.d // self.shard)
+
+
+def _sum(us: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(a for a, _ in us), sum(b for _, b in us)
 
 
 def in_form(config: Config, form: str, shard: int | None = None) -> Config:

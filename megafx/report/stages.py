@@ -1,7 +1,7 @@
 """A balanced cut of a model into pipeline stages, priced by the cost model; schedules are torch.distributed.pipelining's.
 
 The stages are runs of regions (what is before the layers, each layer, what is after them), so that the slowest stage is as fast
-as it can be: exact, by dynamic programming. Embedding and head are priced as all else is.
+as it can be. Embedding and head are priced as all else is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafx.errors import UsageError
+from megafx.planner.pipeline_step import balanced, places, us_of
 from megafx.planner.plan import folded_name
 from megafx.report.report import Report
 
@@ -27,56 +28,32 @@ class Stage:
 
 def pipeline_stages(report: Report, count: int) -> list[Stage]:
     """`count` stages of a planned model. Raises UsageError where it has fewer layers than that."""
-    places = _places(report)
-    if not 1 <= count <= len(places):
-        raise UsageError(f"{count} stages for a model of {len(places)} parts", fix=f"ask for 1 to {len(places)}")
-    upto = [0.0]
-    for _, cost in places:
-        upto.append(upto[-1] + cost)
-    # best[k][i]: the slowest stage of the best cut of the first i parts into k; cut[k][i]: where its last stage begins
-    best, cut = [[0.0] + [float("inf")] * len(places)], [[0] * (len(places) + 1)]
-    for k in range(1, count + 1):
-        row, at = [float("inf")] * (len(places) + 1), [0] * (len(places) + 1)
-        for i in range(k, len(places) + 1):
-            row[i], at[i] = min((max(best[k - 1][j], upto[i] - upto[j]), j) for j in range(k - 1, i))
-        best.append(row)
-        cut.append(at)
-    begins, end = list[int](), len(places)
-    for k in range(count, 0, -1):
-        begins.append(end := cut[k][end])
-    return _stages(places, begins[::-1])
+    found = _places(report)
+    if not 1 <= count <= len(found):
+        raise UsageError(f"{count} stages for a model of {len(found)} parts", fix=f"ask for 1 to {len(found)}")
+    return _stages(found, balanced([cost for _, cost in found], count))
 
 
 def stages_from(report: Report, names: Sequence[str]) -> list[Stage]:
     """The stages of a planned model that begin with these modules, and a first one. Raises UsageError for other names."""
-    places, begins = _places(report), [0]
+    found, begins = _places(report), [0]
     for name in names:
-        at = next((i for i, (modules, _) in enumerate(places) if name in modules), 0)
+        at = next((i for i, (modules, _) in enumerate(found) if name in modules), 0)
         if at <= begins[-1]:
-            known = ", ".join(_short(tuple(modules[0] for modules, _ in places[1:])))
+            known = ", ".join(_short(tuple(modules[0] for modules, _ in found[1:])))
             raise UsageError(
                 f"no stage can begin with '{name}' after the one before it", fix=f"name some of {known}, in order"
             )
         begins.append(at)
-    return _stages(places, begins)
+    return _stages(found, begins)
 
 
 def _places(report: Report) -> list[tuple[tuple[str, ...], float]]:
     """The parts of a model in order: their modules, and their time."""
     if report.picture is None:
         raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
-    us = [0.0] * len(report.picture.regions)
-    for part in report.step.parts:
-        if part.region >= 0:
-            us[part.region] += part.us
-    places: list[tuple[tuple[str, ...], float]] = []
-    for modules, region in report.picture.order:
-        named = tuple(name for name in modules if name and name != "<root>")
-        if named or not places:
-            places.append((named, us[region]))
-        else:  # what forward itself computes after a layer
-            places[-1] = places[-1][0], places[-1][1] + us[region]
-    return places
+    us = us_of(report.picture, report.step)
+    return [(modules, sum(us[region] for region in regions)) for modules, regions in places(report.picture)]
 
 
 def _stages(places: list[tuple[tuple[str, ...], float]], begins: Sequence[int]) -> list[Stage]:

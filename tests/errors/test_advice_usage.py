@@ -87,7 +87,7 @@ def test_reports_and_plans(tmp_path: Path) -> None:
     with refused("the mesh <text> has <ranks> ranks, not <world>"):
         megafx.rehearse(net(), two.replace(data_parallel_size=2), 2, example_inputs=(X.repeat(2, 1),))
     assert megafx.rehearse(net(), two.replace(data_parallel_size=2), 4, example_inputs=(X.repeat(2, 1),)).world == 4
-    with refused("gpus=<gpus>, batches=<batches> leave nothing to search"):
+    with refused("gpus=<gpus>, batches=<batches>, global_batch=<glob"):
         megafx.search(net(), gpus=0, memory="80GiB", example_inputs=(X,))
 
 
@@ -274,6 +274,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     for wrong, text in (
         (["--gpus", "8"], "--gpus and --memory go together"),
         (["--json", "x.json"], "--json without --gpus"),
+        (["--global-batch", "8"], "--global-batch without --gpus"),
         (["--set", "size"], "--set size has no value"),
         ([], "the inputs of a Net are unknown"),
     ):

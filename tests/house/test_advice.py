@@ -165,7 +165,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "'<name>' was changed in place between forward an",
         "--import <name>: <error>",
         "<__name__>.step()<how> takes no fp32 gradients o",
-        "<count> stages for a model of <places> parts",
+        "<count> stages for a model of <found> parts",
         "<func> <does> <what> of shape <shape>, of which ",
         "<func> on a cache that is sharded <placement> ov",
         "<name> of shape <shape> is set to data of shape ",

@@ -17,6 +17,7 @@ import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
 from megafx.planner.hardware import PROFILES
+from megafx.planner.pipeline_step import Split, balanced, share_of, under_way
 from megafx.report.stages import pipeline_stages
 from megafx.units import bytes_text
 from megafx.what_if import TWINS, Candidate, Found
@@ -240,7 +241,7 @@ def test_between_hosts_data_parallel_ranks_use_the_network() -> None:
     config = megafx.Config(hardware="h100-nvlink", seq_length=128, params_dtype="bfloat16")
     example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long)}
     tried = megafx.search(Uneven(), 16, "80GiB", config, **example)
-    assert "one host, which has 8 GPUs" in tried.refused["tp=16, sequence_parallel=True"]
+    assert "one host, which has 8 GPUs" in tried.refused["tp=16"]
     assert {c.config.tensor_model_parallel_size for c in every(tried)} <= {1, 2, 4, 8}
     with pytest.raises(UsageError, match="network_bytes_per_second"):
         _ = megafx.search(Uneven(), 16, "80GiB", config.replace(hardware="pcie"), **example).config
@@ -269,6 +270,84 @@ def test_sequences_are_cut_where_they_are_long() -> None:
     assert fsdp.memory["gradients"] == plan.report.picture.memory["gradients"] // 2, "ranks of a sequence hold shards"
     given = megafx.search(model, 4, "80GiB", CONFIG.replace(context_parallel_size=4), batches=(1,), **example)
     assert {c.config.context_parallel_size for c in every(given)} == {4}, "a number that is asked for"
+
+
+PIPELINES = megafx.Config(hardware="h100-nvlink", seq_length=4096, params_dtype="bfloat16")
+
+
+@cache
+def pipelines(global_batch: int | None = None) -> list[Candidate]:
+    """Of six layers of 64 x 4096 on 16 GPUs of two hosts."""
+    example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long), "global_batch": global_batch}
+    return every(megafx.search(Uneven(), 16, "80GiB", PIPELINES, shown=10000, batches=(2,), **example))
+
+
+def test_beyond_one_host_pipelines_are_tried() -> None:
+    tried = [c for c in pipelines() if c.config.tensor_model_parallel_size == 1]
+    splits = {(c.split.ranks, c.split.chunks) for c in tried}
+    assert splits == {(1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)}, (
+        "eight parts: six layers, embedding and head"
+    )
+    for c in tried:
+        assert (c.config.data_parallel_size or 1) * c.split.ranks == 16
+        assert c.split.microbatches == (1 if c.split.ranks == 1 else 4 * c.split.ranks)
+        assert c.rows == 2 * (16 // c.split.ranks) * c.split.microbatches
+        assert (c.parts["idle pipeline ranks"] > 0) == (c.parts["messages between stages"] > 0) == (c.split.ranks > 1)
+    one, two = (
+        next(c for c in tried if (c.split.ranks, c.split.chunks) == (2, k) and c.config.data_parallel == "ddp")
+        for k in (1, 2)
+    )
+    assert two.parts["messages between stages"] == pytest.approx(2 * one.parts["messages between stages"])
+    text = "stages=4, microbatches=8, schedule='Interleaved1F1B')"
+    assert two.text().startswith("megafx.pipeline(model, megafx.Config(") and two.text().endswith(text)
+    assert two.to_dict()["stages"] == 4 and " 2x2 " in str(Found(16, 2**40, 1, [two]))
+
+
+def test_a_global_batch_is_shared_out_in_micro_batches() -> None:
+    tried = pipelines(64)
+    assert tried and {c.rows for c in tried} == {64}
+    plain = [c for c in tried if c.split.ranks == 1 and c.config.tensor_model_parallel_size == 1]
+    assert {c.split.microbatches for c in plain} == {2}
+    once = [c for c in pipelines() if c.config in [p.config for p in plain]]
+    for many in plain:  # gradients of ddp and zero1 add up, and are reduced once; fsdp gathers parameters for each
+        single = next(c for c in once if c.config == many.config)
+        assert many.parts["computing"] == pytest.approx(2 * single.parts["computing"])
+        waits = many.parts["data-parallel collectives"] / single.parts["data-parallel collectives"]
+        assert (waits > 1.5) == (many.config.data_parallel == "fsdp") and waits < 2.001
+        held = many.memory["gradients"] / single.memory["gradients"]
+        assert (held > 1) == (many.config.data_parallel == "zero1")
+
+
+def test_the_busiest_rank_of_a_pipeline() -> None:
+    plan = megafx.plan(
+        Uneven(), PIPELINES.replace(tensor_model_parallel_size=1), example_inputs=torch.zeros(2, 8, dtype=torch.long)
+    )
+    picture, step = plan.report.picture, plan.report.step
+    whole = share_of(picture, step, Split())
+    assert (whole.time, whole.held) == (1.0, 1.0)
+    assert sum(r.times * r.held for r in picture.regions) == pytest.approx(picture.memory["parameters"])
+    for ranks in (2, 4):
+        stages = pipeline_stages(plan.report, ranks)
+        share = share_of(picture, step, Split(ranks, 1, 4 * ranks))
+        assert share.time == pytest.approx(max(s.us for s in stages) / sum(s.us for s in stages))
+        assert 1 / ranks <= share.held < 1
+    assert share_of(picture, step, Split(9, 1, 9)) is None, "eight parts"
+
+
+def test_micro_batches_under_way() -> None:
+    assert [under_way(Split(4, 1, 8), r) for r in range(4)] == [4, 3, 2, 1]
+    assert under_way(Split(4, 1, 2), 0) == 2, "there are no more"
+    assert under_way(Split(4, 2, 8), 0) == (4 + 6 + 1) / 2, "Megatron's number of forwards before the first backward"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_a_balanced_cut_is_the_best_of_all(count: int) -> None:
+    for costs in ([5.0, 1, 1, 1, 9], [1.0] * 7, [0.0, 3, 0, 3, 0, 0], [9.0, 1, 1, 1, 1]):
+        slowest = lambda begins: max(sum(costs[a:b]) for a, b in itertools.pairwise((*begins, len(costs))))  # noqa: B023, E731
+        cuts = [(0, *cut) for cut in itertools.combinations(range(1, len(costs)), count - 1)]
+        found = balanced(costs, count)
+        assert len({*found}) == count and found == sorted(found) and found[0] == 0
+        assert slowest(found) == pytest.approx(min(map(slowest, cuts)))
 
 
 def test_utilization_is_that_of_the_datasheet() -> None:
