@@ -31,7 +31,7 @@ from megafx.checkpoint.content import Content, damage, read_content
 from megafx.checkpoint.load import Load, replica_of
 from megafx.checkpoint.state import Optimizers, State, collect, copied, device_of, generators, merged, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
-from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raising_together
+from megafx.distributed.agreement import broadcast_object, check_same, first_rank, gather_objects, raising_together
 from megafx.distributed.failures import meet, only_rank_0, timeout_of
 from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
@@ -266,7 +266,7 @@ def load_checkpoint(
             loaded = load.run(group, rng, rest)
             break
         except CheckpointError:  # on every rank
-            if not left or path == root or not any(gather_objects(not path.exists(), group)):
+            if not left or path == root or first_rank(not path.exists(), group) is None:
                 raise  # else: it was removed, since a newer one was complete
     checkpoint_folder.go_on_from(path)
     return LoadedCheckpoint(path, 0 if content is None else content.step, loaded, skipped)
@@ -299,15 +299,15 @@ def _newest_valid(
                     error.found if isinstance(error, MegafxError) else f"checkpoint {path} cannot be read: {error!r}"
                 )
                 removed = not os.path.lexists(path)
-            reports = gather_objects((problem, removed), group)
-            problem = next((p for p, _ in reports if p), None)
+            first, any_removed = first_rank(problem is not None, group), first_rank(removed, group) is not None
+            problem = None if first is None else broadcast_object(problem, group, first)
             if problem is None:
                 assert content is not None
                 if skipped and rank == 0:
                     warnings.warn(f"{'; '.join(skipped.values())}; loading {path}", stacklevel=3)
                 return path, content, skipped
             skipped[path] = problem
-            if left and any(removed for _, removed in reports):
+            if left and any_removed:
                 break  # a newer one was complete: look again
         else:
             break

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, gather_objects
+from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, first_rank, gather_objects
 from megafx.distributed.failures import timeout_of
 from megafx.errors import AgreementError
 
@@ -119,7 +119,7 @@ def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
         file = io.FileIO(path, "r+")
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))  # held until this process ends
         file.seek(-len(mark), os.SEEK_END)
-    everywhere = all(gather_objects(file is not None and file.read() == mark, group))
+    everywhere = first_rank(file is None or file.read() != mark, group) is None
     if dist.get_rank(group) == 0:
         with contextlib.suppress(OSError):
             os.unlink(path)  # freed when the last rank has closed it
@@ -229,35 +229,43 @@ class SharedBoard(Board):
 
 
 class _Messages(Board):
-    """One all-gather an entry, over gloo; the last one is compared before the next is sent, so none is skipped."""
+    """One all-reduce an entry, over gloo, of its largest and smallest numbers over all ranks: what a rank sends does not grow
+    with them. The last entry is compared before the next is sent, so none is skipped; a difference is looked up among all.
+    """
 
     def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), waits)
         ranks = dist.get_process_group_ranks(group)
         self.side = dist.new_group(ranks, backend="gloo", timeout=timeout_of(group), use_local_synchronization=True)
-        self.under_way: tuple[Any, list[torch.Tensor]] | None = None
+        self.under_way: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 
     def exchange(self, entry: Entry) -> Difference | None:
         if (found := self._finish()) is not None:
             return found
         self.number += 1
         self.own.append(entry)
-        body = entry.body(0, 0, zlib.crc32(entry.text.encode()))
-        mine = torch.frombuffer(bytearray(body), dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self.under_way = dist.all_gather(rows, mine, group=self.side, async_op=True), rows
+        mine = torch.frombuffer(bytearray(_sent(entry)), dtype=torch.int64)
+        mine = torch.cat([mine, ~mine])  # the largest ~x is that of the smallest x
+        largest = mine.clone()
+        self.under_way = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.side, async_op=True), mine, largest
         return self._finish() if self.waits else None
 
     def _finish(self) -> Difference | None:
         if self.under_way is None:
             return None
-        (work, rows), self.under_way = self.under_way, None
+        (work, mine, largest), self.under_way = self.under_way, None
         work.wait()
-        if all(torch.equal(row, rows[0]) for row in rows):
+        if torch.equal(mine, largest):
             return None
-        entries = gather_objects(self.own[-1], self.side)  # all ranks come here
-        other = next(r for r, row in enumerate(rows) if not torch.equal(row, rows[self.me]))
+        entries = gather_objects(
+            self.own[-1], self.side
+        )  # all ranks come here: where two differ, neither has both ends
+        other = next(r for r, entry in enumerate(entries) if _sent(entry) != _sent(self.own[-1]))
         return self._between(other, entries[other], self.number)
+
+
+def _sent(entry: Entry) -> bytes:
+    return entry.body(0, 0, zlib.crc32(entry.text.encode()))
 
 
 # -- errors

@@ -33,7 +33,7 @@ def failed_call(
     hold parts of the parameters; together: they have the same rows.
     """
     raised = _raised_by_the_model(error, trace)
-    on_all = together and all(agreement.gather_objects(raised is not None, group))
+    on_all = together and agreement.first_rank(raised is None, group) is None
     if raised is None:
         return error
     return in_users_code(_up_to(raised, run, model) if on_all else raised)

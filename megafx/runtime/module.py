@@ -87,7 +87,7 @@ def _wanted(main: bool, runtime: Runtime) -> bool:
     if group is None:
         return main
     meet(CALLER, group)
-    return any(agreement.gather_objects(main, group))
+    return agreement.first_rank(main, group) is not None
 
 
 def no_upload(call: str) -> UsageError:

@@ -161,11 +161,12 @@ class Situation:
                         found = _UNREADABLE
                         if path is not None:
                             path.unlink(missing_ok=True)
-                refusals = agreement.gather_objects(found if isinstance(found, str) else "", self.group)
-                if not any(refusals) and isinstance(found, Found):
+                rank = agreement.first_rank(isinstance(found, str), self.group)
+                if rank is None and isinstance(found, Found):
                     self.done = "read"
                     return found
-                rank, reason = next((i, each) for i, each in enumerate(refusals) if each)
+                assert rank is not None
+                reason = agreement.broadcast_object(found if isinstance(found, str) else "", self.group, rank)
                 if rank or reason != _UNREADABLE:  # which is noted
                     self._differences.append(f"compiled anew, since on rank {rank} {reason} is not what the entry has")
 
