@@ -45,7 +45,7 @@ class _Result(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A result for other traces. sizes, strides, offset: numbers and expressions. view: as in `_Result`."""
+    """A result for other traces. sizes, strides, offset: numbers and names of expressions. view: as in `_Result`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -59,6 +59,8 @@ _MOST = 20_000  # results for other traces: about 1 KB each
 _shared: dict[
     Hashable, list[_Form]
 ] = {}  # an op, forms of its operands and what is known of their symbols -> its results
+_names: dict[Any, str] = {}  # expression -> what it is called in keys and forms
+_named: dict[str, Any] = {}  # and back: tuples of text and numbers are no work for Python's garbage collector
 
 
 @functools.cache
@@ -115,13 +117,14 @@ class QuickFakeTensorMode(FakeTensorMode):
                 self._known[key] = [self._result(x, results, operands) for x in results]
                 if for_all is not None and asked == self._asked():
                     forms = [_form_of(x, y) for x, y in zip(results, self._known[key], strict=True)]
-                    if _symbols(forms) <= _symbols(key):  # an op may make a size of its own
+                    made = {name for form in forms for name in (*form.sizes, *form.strides, form.offset)}
+                    if _symbols([_named[n] for n in made if isinstance(n, str)]) <= _symbols(key):  # no size of its own
                         if len(_shared) >= _MOST:
                             _shared.clear()
                         _shared[for_all] = forms
         return found
 
-    def _for_all_traces(self, key: Hashable) -> Hashable | None:
+    def _for_all_traces(self, key: Any) -> Hashable | None:
         """The key for traces of other models; None where it is about sizes of data."""
         symbols, known = _symbols(key), list[Hashable]()
         if symbols:
@@ -129,10 +132,10 @@ class QuickFakeTensorMode(FakeTensorMode):
             for symbol in sorted(symbols, key=str):
                 if symbol not in env.backed_var_to_val or symbol in getattr(env, "traced", ()):
                     return None
-                size_like = symbol in env.size_like
-                known.append((symbol, env.var_to_range.get(symbol), env.backed_var_to_val[symbol], size_like))
+                bounds = env.var_to_range[symbol]
+                known += [_name_of(symbol), str(bounds), int(env.backed_var_to_val[symbol]), symbol in env.size_like]
             known.append(self._known_of_symbols())
-        return key, torch.get_default_dtype(), *known
+        return key[0]._op, _with_names(key[1:]), torch.get_default_dtype(), *known
 
     def _asked(self) -> tuple[int, ...]:
         """Another where an op has asked something of sizes that the trace has to remember."""
@@ -144,8 +147,10 @@ class QuickFakeTensorMode(FakeTensorMode):
         """What answers to questions about sizes depend on, other than ranges and hints."""
         if (now := self._asked()) != self._facts[0]:
             env: Any = self.shape_env
-            known = [frozenset(each.items()) for each in (env.axioms, env.replacements)]
-            self._facts = now, (*known, frozenset(env.divisible), env.frozen)
+            known = [
+                tuple(sorted(_with_names(pair) for pair in each.items())) for each in (env.axioms, env.replacements)
+            ]
+            self._facts = now, (*known, tuple(sorted(map(_name_of, env.divisible))), env.frozen)
         return self._facts[1]
 
     def _form(self, argument: Any, operands: list[FakeTensor]) -> Any:
@@ -193,10 +198,11 @@ class QuickFakeTensorMode(FakeTensorMode):
         with in_kernel_invocation_manager(self), self._without_guards():
             return _Result(self._like_of(sizes, strides, form.dtype), form.device)
 
-    def _size(self, expr: Any, operands: Sequence[FakeTensor]) -> Any:
-        """The size that an expression is: an operand's, if it has it, as where the op runs."""
-        if isinstance(expr, int):
-            return expr
+    def _size(self, name: int | str, operands: Sequence[FakeTensor]) -> Any:
+        """The size that a number or the name of an expression says: an operand's, if it has it, as where the op runs."""
+        if isinstance(name, int):
+            return name
+        expr = _named[name]
         if expr not in self._sizes:
             of_operands = (n for x in operands for n in (*x.shape, *x.stride()) if isinstance(n, torch.SymInt))
             found = next((n for n in of_operands if n.node.expr == expr), None)
@@ -232,6 +238,20 @@ def _symbols(form: Any) -> set[sympy.Symbol]:
     return form.free_symbols if isinstance(form, sympy.Basic) else set()
 
 
+def _with_names(form: Any) -> Any:
+    """The same with names in place of expressions."""
+    if isinstance(form, tuple):
+        return tuple([_with_names(part) for part in form])
+    return _name_of(form) if isinstance(form, sympy.Basic) else form
+
+
+def _name_of(expr: sympy.Basic) -> str:
+    if expr not in _names:
+        _names[expr] = f"e{len(_names)}"
+        _named[_names[expr]] = expr
+    return _names[expr]
+
+
 def _form_of(x: FakeTensor, result: _Result) -> _Form:
     """Raises _Unknown where a size has become a number."""
     sizes, strides, offset = ([*map(_expression, each)] for each in (x.shape, x.stride(), [x.storage_offset()]))
@@ -243,7 +263,7 @@ def _expression(n: Any) -> Any:
         return n
     if not n.node.expr.free_symbols:
         raise _Unknown
-    return n.node.expr
+    return _name_of(n.node.expr)
 
 
 def _is_plain(x: FakeTensor) -> bool:

@@ -198,6 +198,7 @@ class Runner:
             if step.name == settings.stop_after:
                 program.gm.recompile()
                 raise PipelineStopped(step.name, program)
+        program.graph.lint()
         program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
         if program.partition is not None and any(step.is_users(self.planner.config) for step in passes):
             parts = program.partition
@@ -225,7 +226,8 @@ class Runner:
                 "what runs",
                 fix="change program.partition.forward and program.partition.backward, or put the pass 'before partition'",
             )
-        program.graph.lint()
+        if changes:  # else the graph is as it was
+            program.graph.lint()
         _check_sizes(step, program)
         return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
 

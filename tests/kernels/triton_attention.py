@@ -57,7 +57,7 @@ def check(
     def backward(**given):
         return attention_backward_triton.backward(grad, x, out, lse, by_query=tuning, by_key=tuning, **given)
 
-    grads = [backward() for _ in range(2)]
+    grads = [backward() for _ in range(2 if DEVICE == "cuda" else 1)]  # the interpreter runs programs in one order
     if s == t and e == f:  # side by side, as the gradient of a fused projection
         packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
         backward(into=packed.split([h, n, n], 1))
@@ -81,7 +81,7 @@ def check(
         return  # NaN
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
-    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
+    assert all(torch.equal(x, y) for x, y in zip(grads[0], grads[-1], strict=True)), case
     apart = backward(workspace=1)  # head by head
     assert all(torch.equal(a, w) for a, w in zip(apart, grads[0], strict=True)), case
 

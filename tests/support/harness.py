@@ -46,8 +46,9 @@ def promote_casts(program: Program, planner: Planner | None = None) -> int:
             continue
         args, kwargs = fx.node.map_aggregate(node.args, promoted), fx.node.map_aggregate(dict(node.kwargs), promoted)
         cast = (args, kwargs) != (node.args, dict(node.kwargs))
-        changed += cast
-        node.args, node.kwargs = args, kwargs
+        if cast:
+            changed += 1
+            node.args, node.kwargs = args, kwargs
         if cast or node in stale or stale.intersection(node.all_input_nodes):
             stale.add(node)
             recompute_val(program, node)
