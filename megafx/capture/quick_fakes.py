@@ -117,8 +117,9 @@ class QuickFakeTensorMode(FakeTensorMode):
                 self._known[key] = [self._result(x, results, operands) for x in results]
                 if for_all is not None and asked == self._asked():
                     forms = [_form_of(x, y) for x, y in zip(results, self._known[key], strict=True)]
-                    made = {name for form in forms for name in (*form.sizes, *form.strides, form.offset)}
-                    if _symbols([_named[n] for n in made if isinstance(n, str)]) <= _symbols(key):  # no size of its own
+                    sizes = {name for form in forms for name in (*form.sizes, *form.strides, form.offset)}
+                    own = _symbols([_named[name] for name in sizes if isinstance(name, str)]) - _symbols(key)
+                    if not own:  # an op may make a size of its own
                         if len(_shared) >= _MOST:
                             _shared.clear()
                         _shared[for_all] = forms
