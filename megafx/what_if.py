@@ -128,7 +128,7 @@ class Found:
 
     @property
     def config(self) -> Config:
-        """Of the best. Raises UsageError where nothing fits."""
+        """Of the best; of a pipeline that of a stage (`.best[0].split` has them). Raises UsageError where nothing fits."""
         if not self.best:
             if self.least is None:
                 why = "; ".join(f"{layout}: {why}" for layout, why in self.refused.items())
