@@ -58,14 +58,12 @@ def functions_with(code: types.CodeType) -> list[types.FunctionType]:
 
 
 def _functions_with(code: types.CodeType) -> list[types.FunctionType]:
-    found: list[types.FunctionType] = []
-    for holder in gc.get_referrers(code):
-        if isinstance(holder, types.FunctionType) and holder.__code__ is code:
-            found.append(holder)
-        elif type(holder) is tuple:
-            outer = [x for x in gc.get_referrers(holder) if isinstance(x, types.CodeType) and x.co_consts is holder]
-            found += [function for each in outer for function in _functions_with(each)]
-    return found
+    holders = gc.get_referrers(code)  # a look at everything in memory
+    found = [f for f in holders if isinstance(f, types.FunctionType) and f.__code__ is code]
+    tuples = [holder for holder in holders if type(holder) is tuple]
+    around = [x for x in gc.get_referrers(*tuples) if isinstance(x, types.CodeType)] if tuples else []
+    outer = [x for x in around if any(x.co_consts is holder for holder in tuples)]
+    return found + [function for each in outer for function in _functions_with(each)]
 
 
 def original(code: types.CodeType) -> types.CodeType:

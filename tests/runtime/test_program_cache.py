@@ -14,6 +14,7 @@ import zoo
 from torch import nn
 
 import megafx
+from megafx.distributed import agreement
 from megafx.ir.stored import Unstorable
 from megafx.runtime import cache_files, cache_key
 from megafx.runtime.fingerprint import Fingerprint
@@ -108,6 +109,17 @@ def test_a_second_start_computes_the_same_bits(project):
     assert all(map(torch.equal, gradients, others))
     assert cache_files.folder().stat().st_mode & 0o777 == 0o700
     assert project.run(cache=False)[0] == ""
+
+
+def test_what_differs_on_another_rank_is_said(project, monkeypatch):
+    project.run()
+    monkeypatch.setattr(agreement, "first_rank", lambda failed, group: 1)
+    of_rank_0 = agreement.broadcast_object
+    of = lambda value, group, rank=0: "'net.scale'" if rank else of_rank_0(value, group)  # noqa: E731
+    monkeypatch.setattr(agreement, "broadcast_object", of)
+    did, _, _, notes = project.run()
+    assert did == "written"
+    assert notes == ["compiled anew, since on rank 1 'net.scale' is not what the entry has"]
 
 
 def test_other_sizes_are_served_by_the_same_entry(project):
