@@ -264,6 +264,7 @@ class _Capture:
             exported, sizes = self._traced()
         program = self._program(exported, sizes, fixed)
         self.root.release()
+        self.trace.reads.forget()
         model = self.root.model
         program.table = functools.cache(lambda name: read_table(model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from megafx.capture.hooks import storing
-from megafx.capture.host_numbers import Computed, HostNumbers
+from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, Writes, watched
@@ -143,10 +144,43 @@ class _OutsideWrites(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], _as_numbers(args[1], args[0].shape, name == "__setitem__"), *args[2:])
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
-        if type(target) is Tensor:
-            self.written(target)
+        statistics = _running_statistics(*args, **(kwargs or {})) if name == "batch_norm" else []
+        for x in statistics or [target]:
+            if type(x) is Tensor:
+                self.written(x)
+        torch.autograd.graph.increment_version([x for x in statistics if isinstance(x, FakeTensor)])
         return func(*args, **(kwargs or {}))
+
+
+def _as_numbers(index: Any, shape: Sequence[Any], written: bool) -> Any:
+    """An index with whole numbers that are tensors or are counted, `buffer[pointer % 3]`: torch reads them as Python's."""
+    if not isinstance(index, tuple):
+        return _as_number(index, shape[0]) if shape else index
+    kinds = (int, slice, HostNumber, FakeTensor)
+    if written or len(index) > len(shape) or not all(isinstance(each, kinds) for each in index):
+        return index  # torch takes no number of data beside slices where it writes
+    return tuple(_as_number(each, size) for each, size in zip(index, shape, strict=False))
+
+
+def _as_number(index: Any, size: Any) -> Any:
+    if isinstance(index, HostNumber) and isinstance(index.value, int):
+        index = index.owner.as_tensor(index)
+    whole = isinstance(index, FakeTensor) and index.dim() == 0 and not index.dtype.is_floating_point
+    if not whole or index.dtype == torch.bool or not isinstance(size, int):
+        return index
+    number = index.item()
+    torch._check(number >= -size)
+    torch._check(number < size)
+    return number % size
+
+
+def _running_statistics(x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+                        *_: Any, **__: Any) -> list[Any]:  # fmt: skip
+    """Arguments of F.batch_norm that it writes."""
+    return [mean, var] if training else []
 
 
 def _is_in_place(name: str) -> bool:

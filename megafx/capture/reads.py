@@ -325,6 +325,9 @@ class Reads:
                 self._reach(referent, Place(None, place.key, f"{place.name}()", place.line))
         elif isinstance(value, ContextVar):
             self._take((id(value), "value"), Place(Current(value), "value", f"{place.name}.get()", place.line), None)
+        elif type(value).__module__ == "multiprocessing.sharedctypes":
+            at = Place(value, "_obj", f"{place.name}.value", place.line)
+            self._take((id(value), "_obj"), at, at.get())
         elif isinstance(value, threading.local):
             for name, part in vars(value).items():
                 self._take((id(value), name), Place(value, name, f"{place.name}.{name}", place.line), part)
@@ -581,6 +584,11 @@ class Reads:
         self.alive.append(place.holder)
 
     # -- afterwards
+
+    def forget(self) -> None:
+        """Give up what was kept alive for its identity: objects of the user go when he gives them up."""
+        self.names.clear()
+        self.alive.clear()
 
     def guards(self, varies: frozenset[str]) -> list[tuple[Place, Any]]:
         """The places that were read, and what they hold, but for those named in `varies`."""

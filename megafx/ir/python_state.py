@@ -15,6 +15,7 @@ import array
 import ast
 import contextlib
 import copy
+import ctypes
 import gc
 import random
 import re
@@ -40,7 +41,8 @@ NAMESPACES = (
     *(types.SimpleNamespace, Namespace, ChainMap, UserDict, UserList),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
-BUFFERS = (np.ndarray, bytearray, array.array)  # compared by their bytes
+_OF_C: Any = ctypes.c_int.__mro__[-2]  # of all numbers, arrays and structures
+BUFFERS = (np.ndarray, bytearray, array.array, _OF_C)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
 REPLACED_BY = (
     "_megafx_replaced_by"  # attribute of a parameter: a weak reference to the one that the model has in its place
@@ -219,7 +221,7 @@ def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -
     if name and name in varies:
         return VARIES
     if isinstance(value, BUFFERS):
-        return copy.copy(value)
+        return type(value).from_buffer_copy(value) if isinstance(value, _OF_C) else copy.copy(value)
     found = parts_of(value)
     if found is None:
         return value

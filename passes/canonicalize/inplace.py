@@ -36,7 +36,6 @@ _WHOLE = aten_ops(
 _RESHAPES = aten_ops("unsqueeze_ squeeze_ squeeze_.dim squeeze_.dims transpose_ t_")
 _IRREGULAR: dict[Any, Callable[..., Any]] = {
     aten.transpose_.default: aten.transpose.int,
-    aten.bernoulli_.float: aten.bernoulli.p,
     aten.exponential_.default: aten.exponential.default,
     aten.normal_.default: aten.normal_functional.default,
 }
@@ -236,11 +235,18 @@ class _Functionalizer:
         rest = fx.node.map_arg(node.args[1:], lambda n: self._read(n, node))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self._read(n, node))
         value = old.meta[VAL]
+        new: fx.Node
         if node.target in (aten.fill_.Scalar, aten.zero_.default):
             fill = rest[0] if node.target is aten.fill_.Scalar else 0
             return emit(aten.full.default, self.editor.shape(value), fill, dtype=value.dtype, device=value.device)
-        if node.target in (aten.copy_.default, aten.fill_.Tensor):
-            new: fx.Node = rest[0]  # type: ignore[assignment]
+        if (
+            node.target is aten.bernoulli_.Tensor
+        ):  # the probability is a number that changes between calls, or one of each
+            new = emit(aten.bernoulli.default, emit(aten.expand.default, rest[0], self.editor.shape(value)))
+        elif node.target is aten.bernoulli_.float:  # whose default, 0.5, is none of the functional form's
+            new = emit(aten.bernoulli.p, old, argument(node, "p"))
+        elif node.target in (aten.copy_.default, aten.fill_.Tensor):
+            new = rest[0]  # type: ignore[assignment]
         else:
             new = emit(functional_form(node), old, *rest, **kwargs)  # type: ignore[misc,arg-type]
         if new.meta[VAL].device != value.device:  # copy_ takes a number from the host

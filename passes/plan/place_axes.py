@@ -109,7 +109,8 @@ def place_axes(program: Program, planner: Planner) -> int:
         if symbol is None:
             raise PlanError(
                 f"the {policy.of} of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
-                fix=f"give example inputs of at least two rows, all with the {policy.of} as their first dim",
+                fix=f"give example inputs of at least two rows, all with the {policy.of} as their first dim; where the model's "
+                f"own code makes a number of it (len(x)), use {policy.other}",
             )
         typer = Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()

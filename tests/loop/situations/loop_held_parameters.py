@@ -163,3 +163,30 @@ def a_parameter_is_given_as_an_argument(loop: Loop) -> None:
     for _ in range(2):
         model(torch.randn(4, 6), model.up.weight).backward()
         loop.see_gradients(model)
+
+
+@situation("https://github.com/facebookresearch/moco/issues/3")
+def norms_that_are_not_registered_and_rings(loop: Loop) -> None:
+    """A batch norm in a list keeps its statistics; rows are written at a pointer that counts, a number or a tensor."""
+
+    def turn(m: Any, h: Tensor) -> Tensor:
+        h = m.held[0](h)
+        m.ring[m.at % 3], m.ring[m.pointer % 3] = h.detach().mean(0), 1.0
+        m.at += 1
+        m.pointer += 2
+        return h + m.ring.sum(0) + m.ring[m.pointer % 3]
+
+    norm, plain = nn.BatchNorm1d(8), Net(turn)
+    plain.register_buffer("ring", torch.zeros(3, 8))
+    plain.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+    plain.at = 0
+    model = loop.model(plain)
+    model.held = [norm]
+    for _ in range(5):
+        loss = model(torch.randn(4, 6))
+        loss.backward()
+        loop.see(loss=loss, ring=model.ring, at=model.at, mean=norm.running_mean, seen=norm.num_batches_tracked)
+    if not loop.eager:
+        assert model.megafx.captures == 1
+    loop.see(weight=norm.weight.grad)
+    loop.see_gradients(model)

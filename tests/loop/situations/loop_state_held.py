@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import functools
+import multiprocessing
 import types
 import weakref
 from typing import Any
@@ -278,3 +280,26 @@ def whether_tensors_are_of_inference_mode(loop: Loop) -> None:
     loop.see(plain=model(torch.ones(2, 8)))
     with torch.inference_mode():
         loop.see(inference=model(torch.ones(2, 8)).clone())
+
+
+@situation("https://discuss.pytorch.org/t/how-to-share-a-step-counter-with-dataloader-workers/61500")
+def memory_shared_with_workers_and_what_is_given_up(loop: Loop) -> None:
+    """Numbers of ctypes and of other processes; an object that a weak reference refers to, and that is gone."""
+    owner = Gain(3.0)
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x) * self.step.value * self.rates[1] + self.number.value
+            return h if self.owner() is None else 2 * h
+
+    model = Model(8, 8)
+    model.step, model.number = multiprocessing.Value("d", 1.0), ctypes.c_double(2.0)
+    model.rates, model.owner = (ctypes.c_double * 2)(1.0, 2.0), weakref.ref(owner)
+    model = loop.model(model)
+    _step(loop, model)
+    model.step.value = 5.0
+    _step(loop, model)
+    model.number.value, model.rates[1] = 7.0, 3.0
+    _step(loop, model)
+    del owner
+    _step(loop, model)
