@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import LIBRARIES, Reads
+from megafx.ir.holders import LEFT_BY_CAPTURES, replaced_functional
 from megafx.ops.eager_probes import LeftEager
 
 
@@ -63,9 +65,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int]] = {
 def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -> None:
     make, eager, lines = MODELS[name]
     rows = table(make(), eager)
-    lines += (
-        2 + len(unrepeatable(Reads(make()))) + len(MATH) + len(imported_by_name(LIBRARIES))
-    )  # reads and writes of attributes
+    lines += 2 + len(unrepeatable(Reads(make())))  # reads and writes of attributes
+    for library, names in ((math, MATH), (torch, LEFT_BY_CAPTURES)):
+        lines += len(names) + len(imported_by_name(library, names, LIBRARIES))
+    lines += len(replaced_functional()) + 2  # flags of backends, and tensors of inference
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
     before = [row.now() for row in rows]
