@@ -271,12 +271,11 @@ def verify(
     parts of the batch, and hold parameters as config.data_parallel says; context-parallel ranks cut the sequence. Without it,
     ranks are tensor-parallel, and context-parallel where the config says so. With fp8 all ranks must be tensor-parallel.
     """
-    data = None if config is None or config.context_parallel_size == 1 else DataAxis.of(config)
     if mesh is not None:
         config = config_of(mesh, config)
-        data = DataAxis.of(config)
-        if on_ranks:
-            raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
+    data = None if config is None else DataAxis.of_context(config) if mesh is None else DataAxis.of(config)
+    if mesh is not None and on_ranks:
+        raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
     if data is not None and config is not None and config.fp8 is not None and not types:
         raise UsageError(
             "with fp8, data- and context-parallel ranks scale by the rows that they have, and round otherwise than one rank",

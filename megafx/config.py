@@ -77,6 +77,12 @@ class Config:
         least=1,
         short="cp",
     )
+    expert_model_parallel_size: int = _option(
+        1,
+        "data-parallel ranks that share out the experts of mixtures, whole ones; tokens travel to them (docs/experts.md)",
+        least=1,
+        short="ep",
+    )
     cp_comm_type: Literal["all_gather"] = _option(
         "all_gather", "how ranks of the context-parallel axis meet in attention: keys and values are gathered"
     )
@@ -266,6 +272,10 @@ class Config:
             )
         if shard is not None and size is not None and size % shard:
             raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
+        experts = self.expert_model_parallel_size
+        for name, of in (("data_parallel_size", size), ("data_parallel_shard_size", shard)):
+            if of is not None and of % experts:
+                raise _error("expert_model_parallel_size", experts, f"a divisor of {name}={of}")
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
         if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):
@@ -318,6 +328,16 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""
         return Config.from_dict({**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})
+
+    def of_one_rank(self, **changes: Any) -> Config:
+        """The same for a process that runs the model by itself."""
+        sizes = (
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "data_parallel_size",
+        )
+        return self.replace(**dict.fromkeys(sizes, 1), data_parallel_shard_size=None, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""

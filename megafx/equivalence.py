@@ -29,9 +29,11 @@ from megafx.errors import PlacementError, SourceLine, UsageError
 from megafx.example_call import ExampleCall
 from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.contracts import is_transition
+from megafx.ir.nodes import is_zero
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place
-from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, GRADIENT_AXIS, TENSOR_AXIS, DataAxis
+from megafx.ops.axes import Mesh
+from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, DDP, EXPERT_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
@@ -239,7 +241,7 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
 def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
     model, random = copy_of_model(call.model), trial.reference != "eager"
-    alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
+    alone = call.config.of_one_rank(cache=False)
     runtime = Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn)
     runtime.uncaptured.earlier |= call.uncaptured.earlier  # captures of a copy go as those of the model
     make_parallel(runtime)
@@ -302,7 +304,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
     verdict.backend = f"{torch.distributed.get_backend()} on {device.type}"
     if any(spec.kind == "seed" for spec in program.inputs) or call.config.fp8 is not None:
         verdict.reference = "megafx at t=1"
-        alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
+        alone = call.config.of_one_rank()
         wanted, needed = run(*parallel(Meshes(None), alone))
     else:
         wanted, needed = run(plain, None)
@@ -336,6 +338,8 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
 
     watched = call.config.replace(passes=(*call.config.passes, ("after scaled_products", keep)))
     data = DataAxis.of_context(call.config)
+    if data is not None:  # parameters are whole: how they are stored is not what the graph computes
+        data = replace(data, form=DDP, shard_ranks=1)
     trial = _trial(call, watched, None, data)
     program, plan, t = trial.sharded.program, trial.sharded.plan, trial.t
 
@@ -356,10 +360,11 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
     joint = next(p for p in kept if any(s.kind == "gradient" for s in p.outputs)) if len(kept) > 1 else kept[0]
     if not is_right():
         raise PlacementError("the call is not right as it is", fix="look at what megafx.verify says")
-    context = 1 if data is None else data.context
-    ranks = {TENSOR_AXIS: t, CONTEXT_AXIS: context, GRADIENT_AXIS: context}
-    found = Sabotage(t * context)
-    for start in collective_nodes(program.graph):
+    mesh = Mesh({**({} if data is None else data.mesh), TENSOR_AXIS: t})
+    ranks = {axis: len(groups[0]) for axis, groups in mesh.groups.items()}
+    found = Sabotage(len(mesh.ranks))
+    counts = torch.ops.megafx.count_received.default  # with other numbers nothing runs
+    for start in [node for node in collective_nodes(program.graph) if node.target is not counts]:
         for what, change in (("without", without), ("with another instead of", with_another)):
             with (
                 stage(f"{what} {start.name}"),
@@ -369,8 +374,11 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
                     Tried(f"{what} %{start.name}", fqn_of(start), source_of(start), "numbers", not is_right())
                 )
     if is_typed():
-        moved = [n for axis in ranks for n in joint.graph.nodes if is_transition(n, axis)]
-        for node in [n for n in moved if set(n.args[1:3]) != {"I", "R"}]:
+        axes = [
+            axis for axis in ranks if axis != EXPERT_AXIS
+        ]  # of experts: a parameter's own, which `hold_experts` takes away
+        moved = [n for axis in axes for n in joint.graph.nodes if is_transition(n, axis)]
+        for node in [n for n in moved if set(n.args[1:3]) != {"I", "R"} and not is_zero(n.args[0])]:
             with without_transition(joint.graph, node):
                 found.tried.append(
                     Tried(f"without %{node.name}", fqn_of(node), source_of(node), "types", not is_typed())

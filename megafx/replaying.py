@@ -83,7 +83,7 @@ def _compile(model: nn.Module, args: Any, kwargs: Any, about: dict[str, Any], pa
     data = None if about["data"] is None else DataAxis(**about["data"])
     wants_grad = (lambda spec: spec.kind == "param") if about["training"] else None
     axes = {TENSOR_AXIS: AxisContext(0, t, TENSOR_AXIS)} if t > 1 else None
-    planner = Planner(config, t, Hardware.load(about["hardware"]), data, wants_grad, fixed, given, axes=axes)
+    planner = Planner(config, t, Hardware.load(about["hardware"]), data, wants_grad, fixed, given=given, axes=axes)
     program = capture(model, config, args, kwargs)
     if "localize_shapes" not in passes:
         plan_only(program, planner)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+import megafx.kernels.experts.dispatch_rows  # registers the ops
 import megafx.ops.gather_region  # noqa: F401  registers the op; collectives, which it imports, gives _c10d_functional its fakes
-from megafx.ir.nodes import aten_ops, in_backward
+from megafx.ir.nodes import argument, aten_ops, in_backward
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
@@ -34,6 +35,11 @@ COLLECTIVES = STARTS | {
     c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
 }
+# Ops that are exchanges as they are, each with its wait: tokens that travel to the ranks of their experts, and how many.
+mfx = torch.ops.megafx
+MOVES_TOKENS = {mfx.dispatch_rows.default, mfx.combine_rows.default}
+EXCHANGES = MOVES_TOKENS | {mfx.count_received.default, mfx.received_rows.default}
+COLLECTIVES |= dict.fromkeys(EXCHANGES, ALL_TO_ALL)
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,22 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
         bytes_moved = sum(payload(name, ranks * program.sizes.numel(v), n) * v.dtype.itemsize for v in values)
+        if node.target in MOVES_TOKENS:
+            bytes_moved = exchanged_bytes(program, node, n)
         direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found
+
+
+def exchanged_bytes(program: Program, node: fx.Node, ranks: int) -> int:
+    """What one rank sends of tokens that travel, or of their sums. A token goes to the ranks that have one of its experts: to
+    ranks (1 - (1 - 1/ranks)^choices) of them where its choices fall anywhere."""
+    places, choices = argument(node, "places"), argument(node, "choices")
+    value = node.meta[VAL] if node.target is mfx.combine_rows.default else node.args[0].meta[VAL]  # type: ignore[union-attr]
+    tokens = program.sizes.workload(program.sizes.of(places.meta[VAL].shape[1]))
+    row = program.sizes.bytes(value) // max(tokens, 1)  # of a token; with its entries, all of them
+    distinct = ranks * (1 - (1 - 1 / ranks) ** choices)
+    return int(tokens * distinct * row * (ranks - 1) / ranks)
 
 
 def schedule(program: Program, axes: Collection[str]) -> list[tuple[str, list[str]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.communication import STARTS, is_start, is_wait
+from megafx.analysis.communication import MOVES_TOKENS, STARTS, exchanged_bytes, is_start, is_wait
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
@@ -50,6 +50,8 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     results = tensors_of(node)
     if not results:
         return 0.0
+    if node.target in MOVES_TOKENS:
+        return _exchange_seconds(program, node, hardware)
     if is_start(node):
         return _collective_seconds(program, node, hardware, t)
     name = op_name(node)
@@ -97,6 +99,16 @@ def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: 
     whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
     sent = collective_bytes(kind, whole, operands[0].meta[VAL].element_size(), ranks)
     return library_seconds(kind, sent, hardware, ranks, inner)
+
+
+def _exchange_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
+    """Tokens are read, sent, and written for each of their rows; of sums the other way round."""
+    places: Any = argument(node, "places")
+    ranks = int(places.meta[VAL].shape[0])
+    sent = exchanged_bytes(program, node, ranks)
+    operand: Any = node.args[0]
+    moved = 2 * sent * ranks // (ranks - 1) + sum(bytes_of(program, n) for n in (node, operand))
+    return library_seconds(ALL_TO_ALL, sent, hardware, ranks) + memory_seconds(moved, hardware)
 
 
 def _workload(program: Program, size: int | torch.SymInt) -> int:

@@ -6,13 +6,14 @@ If such a graph went unnoticed, a comparison that finds the right one equal woul
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from megafx.analysis.communication import COLLECTIVES
+from megafx.analysis.communication import COLLECTIVES, EXCHANGES, MOVES_TOKENS
 from megafx.errors import PlacementError
 from megafx.ir.program import VAL
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -25,7 +26,8 @@ Change = Callable[[Emit, fx.Node, int], fx.Node]  # (emit, start of the collecti
 @contextlib.contextmanager
 def changed_collective(graph: fx.Graph, start: fx.Node, t: int, change: Change) -> Iterator[None]:
     """The graph with change(...) read in place of the collective's result; put right again afterwards."""
-    with replaced(graph, next(iter(start.users)), lambda emit: change(emit, start, t)):
+    read = start if start.target in EXCHANGES else next(iter(start.users))
+    with replaced(graph, read, lambda emit: change(emit, start, t)):
         yield
 
 
@@ -65,6 +67,8 @@ def replaced(graph: fx.Graph, node: fx.Node, make: Callable[[Emit], Any]) -> Ite
 def without(emit: Emit, start: fx.Node, t: int) -> fx.Node:
     """The rank's own contribution."""
     x: Any = start.args[0]
+    if start.target in EXCHANGES:
+        return _alone(emit, start, t)
     match COLLECTIVES[start.target]:
         case collective if collective == ALL_REDUCE:
             return emit(aten.clone.default, x)
@@ -82,6 +86,8 @@ def with_another(emit: Emit, start: fx.Node, t: int) -> fx.Node:
     """Another collective, or the same without its reduction."""
     x: Any = start.args[0]
     axis = start.args[-1]
+    if start.target in EXCHANGES:  # what arrives in the order of other rows
+        return emit(aten.flip.default, emit(start.target, *start.args), [0])
 
     def arrived(target: Any, *args: Any) -> fx.Node:
         return emit(c10d.wait_tensor.default, emit(target, *args, axis))
@@ -97,3 +103,18 @@ def with_another(emit: Emit, start: fx.Node, t: int) -> fx.Node:
         case collective if collective == ALL_TO_ALL:
             return arrived(c10d.all_reduce.default, x, "sum")
     raise PlacementError(f"no sabotage is known for {start.target}", fix="leave it out")
+
+
+def _alone(emit: Emit, start: fx.Node, t: int) -> fx.Node:
+    """What a rank would compute of its own tokens, were they those that arrive."""
+    if start.target not in MOVES_TOKENS:  # which row is whose
+        return emit(aten.zeros_like.default, emit(start.target, *start.args))
+    x, places, _, rows, choices, entries, _ = start.args
+    made = emit(start.target, *start.args)
+    back = start.target is mfx.combine_rows.default
+    tokens = emit(aten.sym_size.int, places, 1)
+    row = rows if entries else emit(aten.floor_divide.default, rows, choices)
+    own = emit(aten.remainder.Scalar, row, emit(operator.mul, tokens, choices) if entries else tokens)
+    if back:
+        return emit(aten.index_add.default, emit(aten.zeros_like.default, made), 0, own, x)
+    return emit(aten.index_select.default, x, 0, own)

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import megafx.kernels.experts.dispatch_rows
 import megafx.ops.collectives
 import megafx.ops.gather_region
 import megafx.ops.owners  # noqa: F401  registers the ops
 from megafx.analysis.communication import is_region_gather
 from megafx.errors import PlacementError, SourceLine
-from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
+from megafx.ir.program import PLACEMENT, VAL, Input, Output, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
-from megafx.ops.axes import Mesh, on_mesh
-from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
+from megafx.ops.axes import AxisContext, Mesh, on_mesh
+from megafx.placements.data_axis import EXPERT_AXIS, EXPERT_COPY_AXIS, TENSOR_AXIS, DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Placement, R, dual, nested
+from megafx.placements.types import I, Nested, Placement, R, dual, experts_held, nested
 
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
@@ -98,7 +99,7 @@ class _Lockstep:
             return [operator.attrgetter(str(node.target))(self.gm)] * self.t
         if node.op != "call_function":
             raise PlacementError(f"%{node.name}: a {node.op} cannot be simulated", fix="simulate graphs of ATen calls")
-        if node.target in CROSS_RANK:
+        if node.target in CROSS_RANK or node.target in EXCHANGES:
             return self._together(node, args, kwargs)
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional":
             raise PlacementError(f"the simulator does not know the collective {node.target}")
@@ -114,6 +115,10 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
+            if node.target in EXCHANGES:
+                for rank, value in zip(group, EXCHANGES[node.target](theirs), strict=True):
+                    results[rank] = value
+                continue
             alike = theirs if node.target is not mfx.owner_parameter.default else ()  # of which the others hold nothing
             for rank, given in enumerate(alike):  # ranks that disagree on a collective hang or mix data up
                 if given[1:] != theirs[0][1:] or shapes_of(given[0]) != shapes_of(theirs[0][0]):
@@ -214,6 +219,72 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
     return run
 
 
+# -- tokens that travel to the ranks of their experts: every argument differs from rank to rank
+
+
+def _count_received(given: Sequence[tuple[Any, ...]]) -> Values:
+    sent = []
+    for ends, places, experts, ranks, _ in given:
+        each = torch.diff(ends, prepend=ends.new_zeros(1))
+        rows = F.pad(each, (0, experts * ranks - len(each))).view(ranks, experts)
+        sent.append(torch.cat([rows, (places >= 0).sum(1)[:, None]], 1))
+    return [torch.stack([of[r] for of in sent]) for r in range(len(given))]
+
+
+def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
+    found = []
+    experts = given[0][4].shape[1] - 1
+    for r in range(len(given)):
+        rows: list[tuple[int, int]] = []
+        first = 0
+        for order, _, ends, places, _, _, choices, _ in given:
+            for e in range(experts):
+                at = r * experts + e
+                start, end = (int(ends[min(max(k, -1), len(ends) - 1)]) if k >= 0 else 0 for k in (at - 1, at))
+                for choice in order[start:end].tolist():
+                    token = (first + int(places[r, choice // choices])) * choices + choice % choices
+                    rows.append((e, token))
+            first += int((places[r] >= 0).sum())
+        rows.sort(key=lambda row: row[0])  # stable
+        found.append(given[r][0].new_tensor([token for _, token in rows], dtype=torch.int64))
+    return found
+
+
+def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, int, int]]:
+    """(rank of the experts, row there, rank of the token, row of the token times choices, and its choice)."""
+    choices = given[0][4]
+    for r, (_, _, _, rows, *_) in enumerate(given):
+        there = [
+            (q, t) for q, (_, places, *_) in enumerate(given) for t in (places[r] >= 0).nonzero().flatten().tolist()
+        ]
+        for u, code in enumerate(rows.tolist()):
+            q, t = there[code // choices]
+            yield r, u, q, t * choices + code % choices
+
+
+def _dispatch_rows(given: Sequence[tuple[Any, ...]]) -> Values:
+    choices, entries = given[0][4:6]
+    made = [x.new_empty(len(rows), *x.shape[1:]) for x, _, _, rows, *_ in given]
+    for r, u, q, row in _arrived(given):
+        made[r][u] = given[q][0][row if entries else row // choices]
+    return made
+
+
+def _combine_rows(given: Sequence[tuple[Any, ...]]) -> Values:
+    choices, entries = given[0][4:6]
+    made = [y.new_zeros(places.shape[1] * (choices if entries else 1), *y.shape[1:]) for y, places, *_ in given]
+    for r, u, q, row in _arrived(given):
+        made[q][row if entries else row // choices] += given[r][0][u]
+    return made
+
+
+EXCHANGES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], Values]] = {
+    mfx.count_received.default: _count_received,
+    mfx.received_rows.default: _received_rows,
+    mfx.dispatch_rows.default: _dispatch_rows,
+    mfx.combine_rows.default: _combine_rows,
+}
+
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
     mfx.owner_parameter.default: _owner_parameter,
@@ -297,11 +368,11 @@ def local_inputs(
         inputs = []
         for part in (part for part in range(data.ranks) for _ in range(data.context)):
             inputs += local_inputs(program, _part(program, values, part, data.ranks), placements, t)
-        for rank, mine in enumerate(inputs if _gathers(program) else ()):
+        for mine, place in zip(inputs, _places(data, t), strict=True):
             for i, spec in enumerate(program.inputs):
-                if spec.kind == "param":
-                    placement, n = _stored(spec.name, values, placements, t, data)
-                    mine[i] = shard_tensor(values[spec.name], placement, rank % n, n).clone()
+                held = _stored(program, spec, values, placements, t, data)
+                if held is not None:
+                    mine[i] = shard_tensor(values[spec.name], held.placement, place[held.axis].rank, held.ranks).clone()
         return inputs
     per_rank: list[list[Any]] = [[] for _ in range(t)]
     for node, spec in program.input_nodes():
@@ -326,11 +397,35 @@ def _gathers(program: Program) -> bool:
     return any(map(is_region_gather, program.graph.nodes))
 
 
+class _Stored(NamedTuple):
+    """How the ranks of one copy hold a parameter together, how many they are, and the axis that they are on."""
+
+    placement: Placement
+    ranks: int
+    axis: str
+
+
 def _stored(
-    name: str, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, data: DataAxis
-) -> tuple[Placement, int]:
-    """How the ranks of one copy hold a parameter together, and how many they are."""
-    return nested(placements.get(name, I), values[name].shape, t, data.sharing), data.sharing * t
+    program: Program, spec: Input | Output, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int,
+    data: DataAxis,
+) -> _Stored | None:  # fmt: skip
+    """Of a parameter that data-parallel ranks hold shards of, or of its gradient; None of others."""
+    if spec.kind not in ("param", "gradient"):
+        return None
+    assert program.batch is not None
+    tensor, shape = placements.get(spec.name, I), values[spec.name].shape
+    if spec.name in program.batch.experts:
+        held = experts_held(tensor, shape, t, data.experts)
+        nests = isinstance(held, Nested)
+        return _Stored(held, data.experts * (t if nests else 1), EXPERT_COPY_AXIS if nests else EXPERT_AXIS)
+    if _gathers(program) and (spec.kind == "param" or program.batch.reduced):
+        return _Stored(nested(tensor, shape, t, data.sharing), data.sharing * t, data.copy_axis)
+    return None
+
+
+def _places(data: DataAxis, t: int) -> list[dict[str, AxisContext]]:
+    """Of each rank, where it is on each axis, those that join others included."""
+    return Mesh({**data.mesh, TENSOR_AXIS: t}).ranks
 
 
 def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
@@ -378,17 +473,23 @@ def logical_of(
         return _of_tensor_ranks(program, results, inputs[0], placements, t)
     batch = program.batch
     assert batch is not None
-    in_shards = _gathers(program) and batch.reduced
+    shards = {i: held for i, spec in enumerate(program.outputs)
+              if (held := _stored(program, spec, values, placements, t, data)) is not None}  # fmt: skip
     put = _of_the_sequence if data.context > 1 else _of_the_batch
-    found = put(program, results, inputs, placements, t, data, "gradient" if in_shards else "")
-    for i, output in enumerate(program.outputs if in_shards else ()):
-        if output.kind == "gradient":
-            placement, n = _stored(output.name, values, placements, t, data)
-            copies = [[r[i] for r in results[k : k + n]] for k in range(0, len(results), n)]
-            made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
-            found.gradients[output.name] = made[0]
-            if made[0] is not None:
-                _check_same(made, f"the gradient of '{output.name}'", "of all data-parallel ranks")
+    found = put(program, results, inputs, placements, t, data, {program.outputs[i].name for i in shards})
+    for i, (placement, n, axis) in shards.items():
+        name, groups = program.outputs[i].name, Mesh({**data.mesh, TENSOR_AXIS: t}).groups[axis]
+        copies = [[results[rank][i] for rank in group] for group in groups]
+        made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
+        if made[0] is not None and axis == EXPERT_AXIS:  # tensor-parallel ranks have the same
+            for at in range(0, len(made), t):
+                _check_same(made[at : at + t], f"the gradient of '{name}'", "of all tensor-parallel ranks")
+            made = made[::t]
+        if made[0] is not None and batch.reduced:
+            _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
+        elif made[0] is not None:
+            made = [torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)]
+        found.gradients[name] = made[0]
     if batch.whole and not batch.summed:  # the average is to be compared with the sum
         found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
     return found
@@ -396,9 +497,9 @@ def logical_of(
 
 def _of_the_batch(
     program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]],
-    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: str,
+    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: Collection[str],
 ) -> Logical:  # fmt: skip
-    """`logical_of` data-parallel ranks, without outputs of kind `skipped`: outputs are of their parts of the batch."""
+    """`logical_of` data-parallel ranks, without the gradients of `skipped`: outputs are of their parts of the batch."""
     batch = program.batch
     assert batch is not None
     each = [
@@ -426,7 +527,7 @@ def _of_the_batch(
 
 def _of_the_sequence(
     program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]],
-    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: str,
+    placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: Collection[str],
 ) -> Logical:  # fmt: skip
     """`logical_of` context-parallel ranks: outputs are the same on each, gradients summands until they are reduced."""
     c, parts = data.context, range(0, len(results), t)
@@ -455,12 +556,12 @@ def _of_the_sequence(
 
 def _of_tensor_ranks(
     program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Any], placements: Mapping[str, Placement],
-    t: int, skipped: str = "",
+    t: int, skipped: Collection[str] = (),
 ) -> Logical:  # fmt: skip
-    """Results of t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
+    """Results of t ranks put together, without the gradients of `skipped`. inputs: of the first rank."""
     logical = Logical()
     for i, spec in enumerate(program.outputs):
-        if spec.kind == skipped:
+        if spec.kind == "gradient" and spec.name in skipped:
             continue
         locals_ = [r[i] for r in results]
         if spec.kind == "gradient":

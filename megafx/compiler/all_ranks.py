@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of, shapes_of
+from megafx.checks.simulate import CROSS_RANK, EXCHANGES, Logical, local_inputs, logical_of, shapes_of
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.executable import Executable, LazyOutput
 from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.program import fqn_of, source_of
+from megafx.kernels.common.op import direct
 from megafx.ops.axes import Mesh, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
 
 BARRIER = "the barrier of an exchange"
+_CALLED_DIRECTLY = {direct(op): op for op in EXCHANGES}
 
 
 def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
@@ -95,8 +97,9 @@ class _Meeting:
         return Executable(program, context, _Gathered(self, rank))
 
     def _change(self, node: fx.Node, rank: int) -> bool:
-        target = node.target
-        if target not in CROSS_RANK or target is torch.ops._c10d_functional.wait_tensor.default:
+        called: Any = node.target
+        target = _CALLED_DIRECTLY.get(called, called)
+        if target not in {*CROSS_RANK, *EXCHANGES} or target is torch.ops._c10d_functional.wait_tensor.default:
             return False
 
         def meet(*args: Any) -> Any:
@@ -135,12 +138,16 @@ class _Meeting:
             node, target, args = self.brought[first]
             for rank in group:
                 _, other, theirs = self.brought[rank]
-                if (other, theirs[1:], shapes_of(theirs[0])) != (target, args[1:], shapes_of(args[0])):
+                own = target in EXCHANGES and other == target  # each rank's rows are its own
+                if not own and (other, theirs[1:], shapes_of(theirs[0])) != (target, args[1:], shapes_of(args[0])):
                     calls = f"{other} with {shapes_of(theirs[0])}, {theirs[1:]}"
                     found = f"rank {rank} calls {calls} where rank {first} calls {target} with {shapes_of(args[0])}, {args[1:]}"
                     raise PlacementError(found, **_located(node))
-            operands = [self.brought[rank][2][0] for rank in group]
-            made = operands if target == BARRIER else CROSS_RANK[target](operands, *args[1:])
+            if target in EXCHANGES:
+                made = EXCHANGES[target]([self.brought[rank][2] for rank in group])
+            else:
+                operands = [self.brought[rank][2][0] for rank in group]
+                made = operands if target == BARRIER else CROSS_RANK[target](operands, *args[1:])
             for rank, value in zip(group, made, strict=True):
                 self.given[rank] = value
         self.brought, self.held = {}, self.held + 1

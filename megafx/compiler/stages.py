@@ -32,8 +32,10 @@ from megafx.passes.communicate.coalesce_maxima import coalesce_maxima
 from megafx.passes.communicate.data_parallel import data_parallel
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.gather_parameters import gather_parameters
+from megafx.passes.communicate.hold_experts import hold_experts
 from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
+from megafx.passes.experts.dispatch_experts import dispatch_experts
 from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.group_by_expert import group_by_expert
 from megafx.passes.experts.join_experts import join_experts
@@ -115,6 +117,7 @@ PLANNING: tuple[PassFunction, ...] = (
     group_by_expert,
     place_axes,
     cut_sequence,
+    dispatch_experts,
     join_experts,
     flatten_tokens,
     plan_sharding,
@@ -144,6 +147,7 @@ BACKWARD: tuple[PassFunction, ...] = (
 )
 # Transitions become collectives that start and are waited for apart.
 COMMUNICATION: tuple[PassFunction, ...] = (
+    hold_experts,
     merge_transitions,
     expand_transitions,
     gather_parameters,

@@ -1,6 +1,7 @@
 """The ranks of a run as a mesh: data-parallel ranks times context-parallel ranks times tensor-parallel ranks.
 
-A user's mesh may have a dim 'tp', before it a dim 'cp', and before these a dim 'dp' or dims 'dp_replicate' and 'dp_shard'.
+A user's mesh may have a dim 'tp', before it a dim 'cp', and before these a dim 'dp' or dims 'dp_replicate' and 'dp_shard', of
+which a last one, 'ep', has the ranks that share out experts.
 Without one, a mesh of the world is made, in which the tensor-parallel ranks of a group are neighbours.
 """
 
@@ -27,8 +28,12 @@ from megafx.placements.data_axis import (
     BATCH_AXIS,
     CONTEXT_AXIS,
     DDP,
+    EXPERT_AXIS,
+    EXPERT_COPY_AXIS,
+    EXPERT_GRADIENT_AXIS,
     GRADIENT_AXIS,
     REPLICA_AXIS,
+    SAME_EXPERTS_AXIS,
     SHARD_AXIS,
     TENSOR_AXIS,
     DataAxis,
@@ -42,7 +47,8 @@ class Meshes:
     tensor: 1-d, of the tensor-parallel axis; None for one rank without a process group. data: None for one data-parallel
     and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all.
     calls: the ranks that are given the same calls, where these are more than the tensor-parallel ones.
-    shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other.
+    shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other. experts: 1-d,
+    of the ranks that hold one copy of experts; experts_tensor: the same with their tensor-parallel ranks, next to each other.
     """
 
     tensor: DeviceMesh | None
@@ -52,6 +58,8 @@ class Meshes:
     everyone: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
     shards: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    experts_tensor: DeviceMesh | None = None
 
 
 def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Meshes:
@@ -66,7 +74,7 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
         made = _meshes(config, mesh)
         if made.tensor is not None:
             check_setting(config, made.everyone or made.tensor.get_group())
-    for each in (made.tensor, made.shards):
+    for each in (made.tensor, made.shards, made.experts, made.experts_tensor):
         if each is not None and made.everyone is not None:
             set_everyone(each, made.everyone)
     if made.tensor is not None and made.tensor.size() > 1:
@@ -77,13 +85,20 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
 def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
     wait_at_exit()
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
-    names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
+    names = [n for n in _DATA if n in (mesh.mesh_dim_names or ())]
     ranks = math.prod(mesh[name].size() for name in names)
     context = mesh[CONTEXT_AXIS].size() if CONTEXT_AXIS in (mesh.mesh_dim_names or ()) else 1
     if config.context_parallel_size != context:
         raise AgreementError(
             f"context_parallel_size={config.context_parallel_size}, but the mesh has {context} context-parallel ranks",
             fix=f"make them equal; such a dim of a mesh is named '{CONTEXT_AXIS}'",
+        )
+    experts = mesh[EXPERT_AXIS].size() if EXPERT_AXIS in names else 1
+    if config.expert_model_parallel_size != experts:
+        raise AgreementError(
+            f"expert_model_parallel_size={config.expert_model_parallel_size}, but the mesh has {experts} ranks that share out "
+            "experts",
+            fix=f"make them equal; such a dim of a mesh is named '{EXPERT_AXIS}', and is the last of the data-parallel ones",
         )
     one = config.data_parallel_size == 1 or (ranks == 1 and config.data_parallel_size is None)
     if one and context == 1:
@@ -128,12 +143,19 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
     if d == 1:
         return world_mesh(kind, (t,), (TENSOR_AXIS,))
-    shard = config.data_parallel_shard_size
-    inner, names = ((t,), (TENSOR_AXIS,)) if c == 1 else ((c, t), (CONTEXT_AXIS, TENSOR_AXIS))
-    if config.data_parallel == DDP or shard in (None, dp):
-        return world_mesh(kind, (dp, *inner), (BATCH_AXIS, *names))
-    assert shard is not None
-    return world_mesh(kind, (dp // shard, shard, *inner), (REPLICA_AXIS, SHARD_AXIS, *names))
+    shard = dp if config.data_parallel == DDP else config.data_parallel_shard_size or dp
+    experts = config.expert_model_parallel_size
+    if shard % experts:
+        raise AgreementError(
+            f"{shard} data-parallel ranks cannot share out experts in groups of expert_model_parallel_size={experts}",
+            fix=f"set data_parallel_size, and data_parallel_shard_size where it is set, to multiples of {experts}",
+        )
+    outer = {BATCH_AXIS: dp} if shard == dp else {REPLICA_AXIS: dp // shard, SHARD_AXIS: shard}
+    if experts > 1:
+        groups = {REPLICA_AXIS: dp // shard, SAME_EXPERTS_AXIS: shard // experts}
+        outer = {name: size for name, size in groups.items() if size > 1} | {EXPERT_AXIS: experts}
+    dims = outer | ({} if c == 1 else {CONTEXT_AXIS: c}) | {TENSOR_AXIS: t}
+    return world_mesh(kind, (*dims.values(),), (*dims,))
 
 
 def _outer(dp: int, cp: int) -> str:
@@ -168,6 +190,13 @@ def join_the_job(t: int | None, d: int, device: torch.device) -> None:
         print(f"megafx: made the process group of {ranks} ranks ({dist.get_backend()})", file=sys.stderr, flush=True)
 
 
+_DATA = (
+    REPLICA_AXIS,
+    SHARD_AXIS,
+    SAME_EXPERTS_AXIS,
+    BATCH_AXIS,
+    EXPERT_AXIS,
+)  # dims of a mesh that are data-parallel, outermost first
 _made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
 
 
@@ -205,36 +234,51 @@ def ranks_alike(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list[str], ranks: int) -> Meshes:
-    shard = mesh[SHARD_AXIS].size() if SHARD_AXIS in names else ranks
+    experts = [name for name in names if name == EXPERT_AXIS]
+    apart = {SHARD_AXIS, SAME_EXPERTS_AXIS, *experts} & {*names}  # where these are, ranks of 'dp_replicate' hold copies
+    sharing_one = [name for name in names if not apart or name != REPLICA_AXIS]
+    shard = math.prod(mesh[name].size() for name in sharing_one)
     if config.data_parallel == DDP:
         shard = 1
     elif config.data_parallel_shard_size not in (None, shard):
         found = f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy"
         raise AgreementError(found, fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'")
-    context = config.context_parallel_size
+    context, bucket = config.context_parallel_size, config.data_parallel_bucket_mib * 2**20
     sequence = [CONTEXT_AXIS] if context > 1 else []
     every = [*names, *sequence]
-    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20, context)
-    batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS) if names else None
-    everyone = mesh[(*every, TENSOR_AXIS)]._flatten("_".join((*every, TENSOR_AXIS)))
+    data = DataAxis(ranks, config.data_parallel, shard, bucket, context, config.expert_model_parallel_size)
+    batch = _joined(mesh, names, BATCH_AXIS) if names else None
+    everyone = _joined(mesh, [*every, TENSOR_AXIS], "_".join((*every, TENSOR_AXIS)))
     axes = {BATCH_AXIS: AxisContext(0, 1) if batch is None else _context(batch)}
     sharing, calls = batch, None
     if sequence:
-        sharing = mesh[tuple(every)]._flatten(GRADIENT_AXIS)
+        sharing = _joined(mesh, every, GRADIENT_AXIS)
         axes |= {CONTEXT_AXIS: _context(mesh[CONTEXT_AXIS]), GRADIENT_AXIS: _context(sharing)}
         calls = ranks_alike(mesh).get_group()
     assert sharing is not None
-    shards = None
+    shards = own = own_tensor = None
     if data.sharded:
-        holders = [*([SHARD_AXIS] if SHARD_AXIS in names else names), *sequence]
-        axes[data.shard_axis] = _context(
-            mesh[holders[0]] if len(holders) == 1 else mesh[tuple(holders)]._flatten(data.shard_axis)
-        )
-        shards = mesh[(*holders, TENSOR_AXIS)]._flatten(data.copy_axis)
+        holders = [*sharing_one, *sequence]
+        axes[data.shard_axis] = _context(_joined(mesh, holders, data.shard_axis))
+        shards = _joined(mesh, [*holders, TENSOR_AXIS], data.copy_axis)
         axes[data.copy_axis] = _context(shards)
         if REPLICA_AXIS in names:
             axes[REPLICA_AXIS] = _context(mesh[REPLICA_AXIS])
-    return Meshes(tensor, data, axes, sharing.get_group(), everyone.get_group(), calls, shards)
+    if experts:
+        own, own_tensor = mesh[EXPERT_AXIS], _joined(mesh, [EXPERT_AXIS, TENSOR_AXIS], EXPERT_COPY_AXIS)
+        axes[EXPERT_AXIS] = _context(own)
+        if data.alike > 1:
+            alike = [name for name in every if name != EXPERT_AXIS]
+            axes[EXPERT_GRADIENT_AXIS] = _context(_joined(mesh, alike, EXPERT_GRADIENT_AXIS))
+    return Meshes(tensor, data, axes, sharing.get_group(), everyone.get_group(), calls, shards, own, own_tensor)
+
+
+def _joined(mesh: DeviceMesh, names: list[str], joined: str) -> DeviceMesh:
+    """These dims of a mesh as one."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    taken = joined in (mesh.mesh_dim_names or ())  # a mesh of dims 'dp' and 'ep'
+    return mesh[tuple(names)]._flatten("_".join(names) if taken else joined)
 
 
 def _context(mesh: DeviceMesh) -> AxisContext:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CellType
@@ -22,13 +22,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import _foreach_supported_types, register_optimizer_step_pre_hook
 
 from megafx.distributed import optimizers
+from megafx.distributed.mesh import Meshes
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
 from megafx.ir.python_state import REPLACED_BY
 from megafx.placements.tensors import shard_tensor
-from megafx.placements.types import I, Nested, Placement, nested
+from megafx.placements.types import I, Nested, Placement, experts_held, nested
 
 
 @dataclass(frozen=True)
@@ -256,16 +257,26 @@ def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> N
 
 
 @torch.no_grad()
-def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> None:
-    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place.
+def shard_over_data(model: nn.Module, meshes: Meshes, experts: Collection[str]) -> None:
+    """Cut parameters, and their gradients if they have some, again over data-parallel ranks, in place.
 
-    mesh: 1-d, of the ranks that hold one copy: those of one tensor-parallel group next to each other.
+    Of the parameters named in `experts` each rank keeps its experts; the others are cut where ranks hold shards of a copy.
     """
-    rank = mesh.get_local_rank()
+    of_experts = {id(slot.get()) for fqn, slot in parameter_slots(model) if fqn in experts}
     for param in model.parameters():
         assert isinstance(param, TPTensor)
-        placement = nested(placement_of(param), param.shape, param._spec.mesh.size(), ranks)
-        spec = make_spec(mesh, placement, param.shape, param.dtype)
+        tensor, t = placement_of(param), param._spec.mesh.size()
+        if id(param) in of_experts:
+            assert meshes.data is not None
+            placement = experts_held(tensor, param.shape, t, meshes.data.experts)
+            mesh = meshes.experts_tensor if isinstance(placement, Nested) else meshes.experts
+        elif meshes.shards is not None:
+            mesh = meshes.shards
+            placement = nested(tensor, param.shape, t, mesh.size() // t)
+        else:
+            continue
+        assert mesh is not None
+        spec, rank = make_spec(mesh, placement, param.shape, param.dtype), mesh.get_local_rank()
         if isinstance(placement, Nested):  # what this rank keeps of its tensor-parallel shard
             _cut(param, spec, placement.inner, rank // placement.t, placement.ranks)
         else:

@@ -127,7 +127,8 @@ class Batch:
     graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
     of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
     (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
-    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands.
+    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands. experts: names
+    of parameters of which a rank has its experts alone (`hold_experts`).
     """
 
     ranks: int
@@ -138,6 +139,7 @@ class Batch:
     whole: bool = True
     reduced: bool = False
     context: int = 1
+    experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
-COUNTING = ("rows", "length", "repeats")  # ops whose result has a size that data decides
+COUNTING = ("rows", "length", "repeats", "received_rows")  # ops whose result has a size that data decides
 EAGER = "eager_call"  # some sizes of its results may be such, too
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafx.config import Config
+from megafx.errors import ConfigError
 from megafx.placements.types import Layout
 
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
@@ -28,12 +29,20 @@ MICRO_AXIS = "micro"  # micro-batches of a pipeline, which are computed one afte
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
 # The same with ranks that cut a sequence: all that have summands of a gradient; those that share a copy.
 GRADIENT_AXIS, CONTEXT_SHARD_AXIS, CONTEXT_COPY_AXIS = "dp_cp", "dp_shard_cp", "dp_shard_cp_tp"
+# Data-parallel ranks that share out experts, the innermost of these ranks; those of a shard group that have the same experts;
+# all that have the same experts, and so summands of their gradients; those that hold one copy of all experts. (The names of
+# the first two are torchtitan's.)
+EXPERT_AXIS, SAME_EXPERTS_AXIS, EXPERT_GRADIENT_AXIS, EXPERT_COPY_AXIS = "ep", "dp_shard_mod_ep", "edp", "ep_tp"
+_SHARD = (SHARD_AXIS, SAME_EXPERTS_AXIS, EXPERT_AXIS)
 JOINED = {
-    BATCH_AXIS: (REPLICA_AXIS, SHARD_AXIS),
-    COPY_AXIS: (SHARD_AXIS, TENSOR_AXIS),
-    GRADIENT_AXIS: (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS, CONTEXT_AXIS),
-    CONTEXT_SHARD_AXIS: (SHARD_AXIS, CONTEXT_AXIS),
-    CONTEXT_COPY_AXIS: (SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
+    BATCH_AXIS: (REPLICA_AXIS, *_SHARD),
+    SHARD_AXIS: (SAME_EXPERTS_AXIS, EXPERT_AXIS),
+    COPY_AXIS: (*_SHARD, TENSOR_AXIS),
+    GRADIENT_AXIS: (REPLICA_AXIS, *_SHARD, BATCH_AXIS, CONTEXT_AXIS),
+    CONTEXT_SHARD_AXIS: (*_SHARD, CONTEXT_AXIS),
+    CONTEXT_COPY_AXIS: (*_SHARD, CONTEXT_AXIS, TENSOR_AXIS),
+    EXPERT_COPY_AXIS: (EXPERT_AXIS, TENSOR_AXIS),
+    EXPERT_GRADIENT_AXIS: (REPLICA_AXIS, SAME_EXPERTS_AXIS, CONTEXT_AXIS),
 }
 DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
 
@@ -53,35 +62,57 @@ DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 class DataAxis:
     """form: DDP, ZERO1 or FSDP. shard_ranks: of `ranks`, those that hold one copy of the parameters; 1 with DDP.
     bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut the sequence of each part of
-    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them."""
+    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them. experts: of
+    `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`."""
 
     ranks: int
     form: str = DDP
     shard_ranks: int = 1
     bucket_bytes: int = 25 * 2**20
     context: int = 1
+    experts: int = 1
 
     @classmethod
     def of(cls, config: Config) -> DataAxis | None:
         """What a config says without ranks to ask; None for one rank."""
-        ranks, form = config.data_parallel_size or 1, config.data_parallel
+        ranks, form, experts = config.data_parallel_size or 1, config.data_parallel, config.expert_model_parallel_size
+        if ranks % experts:
+            found = (
+                f"expert_model_parallel_size={experts} without data-parallel ranks, among which experts are shared out"
+            )
+            raise ConfigError(found, fix=f"set data_parallel_size to a multiple of {experts}")
         shard = 1 if form == DDP else config.data_parallel_shard_size or ranks
         context = config.context_parallel_size
-        made = cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20, context)
+        made = cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20, context, experts)
         return made if ranks > 1 or context > 1 else None
 
     @classmethod
     def of_context(cls, config: Config) -> DataAxis | None:
-        """The ranks that cut the sequence of one part of the batch; None for one."""
+        """The ranks that cut the sequence of one part of the batch, all data-parallel ones where these share out experts; None
+        for one."""
+        if config.expert_model_parallel_size > 1:
+            return cls.of(config)
         return cls(1, context=config.context_parallel_size) if config.context_parallel_size > 1 else None
 
     @property
     def mesh(self) -> dict[str, int]:
         """Sizes of the axes."""
-        sharded = {REPLICA_AXIS: self.replicas, SHARD_AXIS: self.shard_ranks}
-        return (sharded if self.sharded else {BATCH_AXIS: self.ranks}) | (
-            {CONTEXT_AXIS: self.context} if self.context > 1 else {}
-        )
+        sizes = {BATCH_AXIS: self.ranks}
+        if self.experts > 1:
+            same = self.shard_ranks // self.experts if self.form != DDP else 1
+            sizes = {
+                REPLICA_AXIS: self.ranks // same // self.experts,
+                SAME_EXPERTS_AXIS: same,
+                EXPERT_AXIS: self.experts,
+            }
+        elif self.sharded:
+            sizes = {REPLICA_AXIS: self.replicas, SHARD_AXIS: self.shard_ranks}
+        return sizes | ({CONTEXT_AXIS: self.context} if self.context > 1 else {})
+
+    @property
+    def alike(self) -> int:
+        """Ranks that have the same experts, those of a sequence too: their gradients of experts are summed."""
+        return self.ranks * self.context // self.experts
 
     @property
     def sharing(self) -> int:

@@ -325,6 +325,16 @@ def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Place
     return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
 
 
+def experts_held(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Placement:
+    """How `ranks` groups of t tensor-parallel ranks hold the experts of a stack [experts, ...], which these hold at `tensor`.
+
+    Tensor-parallel ranks that hold whole experts hold the same ones: the placement is then of the `ranks` alone.
+    """
+    if tensor.is_shard and t > 1:
+        return nested(tensor, shape, t, ranks)
+    return S(0, Layout.contiguous(shape[0], ranks))
+
+
 @dataclass(frozen=True)
 class Owned(Placement):
     """Build with `owned`. A shard of dim 0 in one block: the owner holds all rows, the other ranks a tensor of no rows."""

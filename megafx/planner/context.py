@@ -32,7 +32,8 @@ class Planner:
 
     config, t, hardware: the user's options, the number of tensor-parallel ranks and what they run on. data: the
     data-parallel axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage
-    of parameters (and of caches that come in) where an earlier graph has settled it. given: a plan to apply instead of
+    of parameters (and of caches that come in) where an earlier graph has settled it; fixed_experts: names of those of which a
+    rank holds its experts alone, where it has. given: a plan to apply instead of
     solving. agree: this rank's plan -> the plan of all ranks. caches: path in a key-value cache -> the placement that it
     leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), add
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
@@ -49,6 +50,7 @@ class Planner:
     data: DataAxis | None = None
     wants_grad: Callable[[Input], bool] | None = None
     fixed: dict[str, Placement] = field(default_factory=dict)
+    fixed_experts: tuple[str, ...] | None = None
     given: Plan | None = None
     agree: Callable[[Plan], Plan] | None = None
     caches: dict[str, Placement] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class Planner:
     device_bytes: int | None = None
     keeps_casts: bool = False
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
+    # decided by dispatch_experts
+    experts: tuple[str, ...] = ()  # parameters of which a rank needs its experts alone
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)

@@ -76,10 +76,10 @@ class Removal:
 class Plan:
     """placement of everything on axis `axis` of size `t`.
 
-    params: FQN -> storage placement (I or S). ops: node name -> OpChoice. transitions: node name -> transitions of its
-    value, in the order in which they are made. Microseconds, modelled: cost_us, what the solver
-    minimises; step_us, a step by its timeline. flat_tokens: the plan is of a graph in which the tokens are one dim
-    (`flatten_tokens`).
+    params: FQN -> storage placement (I or S). experts: those of which each expert-parallel rank holds its experts alone.
+    ops: node name -> OpChoice. transitions: node name -> transitions of its value, in the order in which they are made.
+    Microseconds, modelled: cost_us, what the solver minimises; step_us, a step by its timeline. flat_tokens: the plan is of a
+    graph in which the tokens are one dim (`flatten_tokens`).
     """
 
     t: int
@@ -87,6 +87,7 @@ class Plan:
     sequence_parallel: bool = False
     flat_tokens: bool = False
     params: dict[str, Placement] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
     ops: dict[str, OpChoice] = field(default_factory=dict)
     transitions: dict[str, tuple[Transition, ...]] = field(default_factory=dict)
     removals: list[Removal] = field(default_factory=list)
@@ -168,6 +169,7 @@ class Plan:
 
         plain = ("t", "axis", "sequence_parallel", "flat_tokens", "hardware", "workload", "cost_us")
         data: dict[str, Any] = {"format": FORMAT} | {name: getattr(self, name) for name in plain}
+        data["experts"] = [*self.experts]
         data["params"] = {k: _encode(p, sizes) for k, p in self.params.items()}
         data["ops"] = {
             k: {"ins": texts(o.ins), "out": _encode(o.out, sizes), "factor": o.factor, "fqn": o.fqn, "note": o.note}
@@ -209,6 +211,7 @@ class Plan:
         def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
             return tuple(_decode(p, reader) for p in items)
 
+        data["experts"] = tuple(map(str, data.get("experts", ())))
         data["params"] = {k: _decode(p, reader) for k, p in data["params"].items()}
         data["ops"] = {
             k: OpChoice(all_of(o["ins"]), _decode(o["out"], reader), o["factor"], o["fqn"], o["note"])

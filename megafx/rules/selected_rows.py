@@ -8,6 +8,9 @@
 The rows that a rank selects are as many as the data says. Those of all ranks together are the rows that one process selects, in
 some order. Their numbers mean something on the rank alone, so they may index values that are cut along the same dim, and
 nothing else. Sharding rules have no word for that: an op has two dims here that are cut at once.
+
+Rows that arrive at the ranks of their experts (kernels/experts/dispatch_rows.py) are such rows, too: all ranks together have
+those of all tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 from torch import fx
 
 from megafx.ir.nodes import COPIES, SHAPED, argument, op_name
-from megafx.placements.types import Layout, Placement, S
+from megafx.placements.types import Layout, Placement, R, S
+from megafx.placements.views import view_options
 from megafx.rules.families import VIEWS
 
 _READS = ("index", "_unsafe_index", "index_select")
@@ -47,6 +51,9 @@ class SelectedRows:
             fx.Node, tuple[fx.Node, int]
         ] = {}  # numbers of a rank's own rows -> the mask, the dim that is cut
         self.masks: dict[int, fx.Node] = {}  # number of selected rows -> the mask
+        self.tokens: dict[
+            fx.Node, tuple[Placement, Placement]
+        ] = {}  # results of `places_of` -> how choices and tokens are cut
         self.joined: dict[int, tuple[int, ...]] = {}  # number of rows of several masks, one below the other -> of each
 
     def typed(self, node: fx.Node) -> Placement | None:
@@ -54,6 +61,8 @@ class SelectedRows:
         name, args = op_name(node), node.args
         if name == "rows":
             return self._places(node)
+        if name in ("places_of", "received_rows", "dispatch_rows", "combine_rows"):
+            return self._travels(node)
         if name == "cat" and self._are_selected(node):
             return self._below(node)
         source: Any = args[0] if args else None
@@ -81,6 +90,24 @@ class SelectedRows:
             raise NotOwnRows("as many of them are taken as another mask selects, which need not be so on each rank")
         self.places[node] = held.dim
         return S(0, Layout.contiguous(count, self.ranks))
+
+    def _travels(self, node: fx.Node) -> Placement:
+        """Where a rank's tokens go is its own affair, and no value that others have a part of. Sums come home as tokens lie."""
+        given: Any = node.args
+        name, source = op_name(node), self.fact(given[0])
+        if name == "places_of":
+            of_ids: tuple[int, ...] = self.shape(given[0])
+            views = (
+                view_options(of_ids, (of_ids[0] // given[1], given[1]), 0, source.cut, self.ranks)
+                if source.is_shard
+                else []
+            )
+            self.tokens[node] = source, next((S(*view) for view in views), source)
+            return R
+        if name != "received_rows" and not source.is_shard and not self.same(given[0], 0):
+            raise NotOwnRows(f"{name} of rows that are {source}")
+        home = self.tokens[given[1]][0 if given[5] else 1] if name == "combine_rows" else R
+        return home if home.is_shard else S(0, Layout.contiguous(self.count(node), self.ranks))
 
     def _are_selected(self, node: fx.Node) -> bool:
         parts: Any = node.args[0]

@@ -89,7 +89,10 @@ def _found(found: Found, call: Call, capture: Capture, planner: Planner, settled
     settled.plan = found.plan or settled.plan
     assert settled.plan is not None and found.compiled is not None
     stored = dict(settled.plan.params)
-    compiled, general = found.compiled, replace(planner, fixed=stored | _shards(call))
+    compiled, general = (
+        found.compiled,
+        replace(planner, fixed=stored | _shards(call), fixed_experts=settled.plan.experts),
+    )
     compiled.planner.fixed = general.fixed
     made = _bound(compiled, call, planner, settled, stored)
 
@@ -119,7 +122,7 @@ def _made(
     planned = settle(call, capture, planner, settled)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
-    general = replace(planner, fixed=stored | _shards(call))
+    general = replace(planner, fixed=stored | _shards(call), fixed_experts=settled.plan.experts)
     captured = planned if planned is not None and is_training else capture(False)
     if any(o.kind == "order" for o in captured.outputs):  # hooks: the call cannot be computed once more
         planner = replace(planner, config=planner.config.replace(differentiable_outputs=True))

@@ -449,7 +449,7 @@ class Runtime:
         if not self.config.cache:
             return None
         plan, wants = self.settled.plan, planner.wants_grad
-        cuts = None if plan is None else [(n, str(p), p.flat_layout) for n, p in plan.params.items()]
+        cuts = None if plan is None else (plan.experts, [(n, str(p), p.flat_layout) for n, p in plan.params.items()])
         autocast = [sorted(map(str, context.items())) for context in ambient_autocast()]
         trained = None if wants is None else [n for n in self.state.slots if wants(Input("param", n))]
         own = [self._describe(call), str(call.spec), self.original.__qualname__, autocast, cuts, trained, about]
@@ -649,8 +649,8 @@ class Runtime:
                     agreement.check_same("the plan", str(self.params), self.meshes.everyone)
                 with stage("shard the parameters"), torch.inference_mode(False):
                     shard_parameters(self.model, self.params)
-                    if (shards := self.meshes.shards) is not None:
-                        shard_over_data(self.model, shards, shards.size() // self.t)
+                    experts = () if self.settled.plan is None else self.settled.plan.experts
+                    shard_over_data(self.model, self.meshes, experts)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""

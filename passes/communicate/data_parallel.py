@@ -6,9 +6,10 @@ After:   %c = cat([%db.view(-1), %da.view(-1)]); %s = all_reduce(%c, 'dp'); ...;
 Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
 
-Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce, in one
-collective for a region (megafx/analysis/layers.py); groups of ranks that hold copies of the shards then sum these in an
-all-reduce. A tensor-parallel rank that holds whole rows too first takes those of the rows that it is to keep.
+The gradient of experts (`hold_experts`) is that of the tokens of all ranks that share them out, and is summed over those that
+have the same ones. Of another parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of
+all-reduce, in one collective for a region (megafx/analysis/layers.py); groups of ranks that hold copies of the shards then sum
+these in an all-reduce. A tensor-parallel rank that holds whole rows too first takes those of the rows that it is to keep.
 
 A bucket is reduced as soon as backward has made the last of its gradients. Source: Li et al. 2020, PyTorch Distributed.
 """
@@ -31,6 +32,7 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import (
     BATCH_AXIS,
+    EXPERT_GRADIENT_AXIS,
     GRADIENT_AXIS,
     REPLICA_AXIS,
     TENSOR_AXIS,
@@ -95,7 +97,10 @@ class _Adder:
         """The results that show the base of a bucket's gradients come to show its sum."""
         output = self.program.output_node()
         for bucket in self._buckets():
-            sums = self._scattered(bucket) if self._sharded(bucket[0]) else self._reduced(bucket)
+            if self._of_experts(bucket[0]) and self.data.alike == 1:
+                sums = [self._complete(gradients.base) for gradients in bucket]
+            else:
+                sums = self._scattered(bucket) if self._sharded(bucket[0]) else self._reduced(bucket)
             for gradients, total in zip(bucket, sums, strict=True):
                 results, build = list(self.program.results()), Builder(self.program, output, total, NAME)
                 for i in gradients.results:
@@ -134,11 +139,21 @@ class _Adder:
         return [*found.values()]
 
     def _sharded(self, gradients: _Gradients) -> bool:
-        return self.data.sharded and gradients.base.meta[VAL].ndim > 0
+        return self.data.sharded and gradients.base.meta[VAL].ndim > 0 and not self._of_experts(gradients)
+
+    def _of_experts(self, gradients: _Gradients) -> bool:
+        """Whether a rank has its experts alone: the tokens of the ranks that have others went into it."""
+        return self.program.outputs[gradients.results[0]].name in self.batch.experts
 
     def _kind(self, gradients: _Gradients) -> tuple[Any, ...]:
         value = gradients.base.meta[VAL]
-        return value.dtype, value.device, self._sharded(gradients)
+        return value.dtype, value.device, self._sharded(gradients), self._of_experts(gradients)
+
+    def _complete(self, base: fx.Node) -> fx.Node:
+        """The gradient of experts that no other rank has."""
+        if self.batch.summed:
+            return base
+        return _marked(Builder(self.program, base.next, base, NAME)(aten.div.Scalar, base, self.data.ranks))
 
     def _reduced(self, bucket: list[_Gradients]) -> list[fx.Node]:
         """What the gradients of the bucket are over all ranks."""
@@ -149,10 +164,12 @@ class _Adder:
         joined = last if len(bucket) == 1 else join_flat(build, values, values)
         if not self.batch.summed:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
-        axis = BATCH_AXIS if self.data.context == 1 else GRADIENT_AXIS
+        axis, ranks = BATCH_AXIS if self.data.context == 1 else GRADIENT_AXIS, self.data.ranks * self.data.context
+        if self._of_experts(bucket[0]):
+            axis, ranks = EXPERT_GRADIENT_AXIS, self.data.alike
         ops = NodeOps(self.program, where, self.sizes, axis, NAME)
         ops.build.origin = last
-        total = apply_transition(joined, "P", "I", [], [], self.data.ranks * self.data.context, ops)
+        total = apply_transition(joined, "P", "I", [], [], ranks, ops)
         self.count += 1
         if len(bucket) == 1:
             return [_marked(total)]

@@ -48,11 +48,11 @@ def gather_parameters(program: Program, planner: Planner) -> int:
     data, t = planner.data, planner.t
     if data is None or not data.sharded:
         return 0
-    stored = planner.solved.params
+    stored, experts = planner.solved.params, () if program.batch is None else program.batch.experts
     params = {
         node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
         for node, spec in program.input_nodes()
-        if spec.kind == "param" and node.meta[VAL].ndim
+        if spec.kind == "param" and node.meta[VAL].ndim and spec.name not in experts
     }
     regions = _regions(program, params)
     for param in params.values():

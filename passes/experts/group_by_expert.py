@@ -52,7 +52,8 @@ _SAME = COPIES | CASTS | {aten.detach.default}
 def group_by_expert(program: Program, planner: Planner) -> int:
     """Return the number of mixtures whose rows each rank groups by itself."""
     data = planner.data
-    if data is None or (data.context == 1 and planner.config.data_parallel_loss == "average"):
+    cut = data is not None and (data.context > 1 or planner.config.data_parallel_loss == "batch")
+    if data is None or not (cut or data.experts > 1):
         return 0
     count = 0
     for node in list(program.graph.nodes):
@@ -84,7 +85,9 @@ def _refuse(program: Program, planner: Planner, mixture: _Mixture, reason: NotBy
             "Config(data_parallel_loss='average'), which takes each rank's batch for itself as DistributedDataParallel does",
             **located(reason.node),
         )
-    what = f"sorted rows are gathered from all ranks: before they go back there is {reason.found}"
+    cut = batch or (planner.data is not None and planner.data.context > 1)
+    where = "sorted rows are gathered from all ranks" if cut else "each rank holds and computes all experts"
+    what = f"{where}: before the rows go back there is {reason.found}"
     program.note("experts", what, reason.node)
 
 

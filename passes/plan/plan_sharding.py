@@ -58,6 +58,8 @@ def plan_sharding(program: Program, planner: Planner) -> int:
         planner.plan = _solve(program, planner, active, order)
         planner.plan.statistics["planning_seconds"] = time.perf_counter() - start
     planner.plan.sizes = program.sizes
+    if planner.given is None:
+        planner.plan.experts = planner.experts if planner.fixed_experts is None else planner.fixed_experts
     if planner.agree is not None:
         planner.plan = planner.agree(planner.plan)
     program.phase = Phase.PLANNED

@@ -110,6 +110,12 @@ SLOW = pytest.mark.slow
         pytest.param("GPT-OSS", {"dp": 2, "tp": 2}, {}, marks=SLOW),
         pytest.param("GPT-OSS", {"cp": 2}, {}, marks=SLOW),
         pytest.param("OLMoE", {"cp": 2}, {}, marks=SLOW),
+        ("OLMoE", {"dp": 2, "tp": 2}, {"expert_model_parallel_size": 2}),
+        pytest.param("Mixtral", {"dp": 4}, {"expert_model_parallel_size": 4, "data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param("Qwen3-MoE", {"dp": 3, "tp": 2}, {"expert_model_parallel_size": 3}, marks=SLOW),
+        pytest.param("DeepSeek-V3", {"dp": 4}, {"expert_model_parallel_size": 2}, marks=SLOW),
+        pytest.param("GPT-OSS", {"dp": 2, "tp": 2}, {"expert_model_parallel_size": 2}, marks=SLOW),
+        pytest.param("GPT-OSS", {"dp": 2, "cp": 2}, {"expert_model_parallel_size": 2}, marks=SLOW),
     ],
 )
 def test_ranks_that_share_out_batch_or_sequence(
@@ -123,7 +129,8 @@ def test_ranks_that_share_out_batch_or_sequence(
     else:
         row = catalogue.rows()[name]
         model = row.build(attention=row.attention[-1])
-        call = {k: torch.cat([v, v[:1]]) for k, v in row.inputs(model).items()}
+        rows = 2 * mesh.get("dp", 2)  # at least two for each rank
+        call = {k: torch.cat([v, v, v])[:rows] for k, v in row.inputs(model).items()}
     with default_dtype(torch.float64):
         verdict = megafx.verify(
             InDoubles(model), megafx.Config(**options), example_inputs=call, mesh=mesh, tolerance=RTOL

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megafx.ir.facts import MATMUL, ids, real
-from megafx.kernels.common.op import define_gradient, define_op
+from megafx.kernels.common.op import define_gradient, define_op, runs_triton
 
 _LIBRARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
@@ -49,14 +49,23 @@ def _groups(ends: Tensor) -> list[tuple[int, int]]:
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(x, weight, ends)
-    y = x.new_zeros(x.shape[0], weight.shape[2])
+    y = x.new_empty(x.shape[0], weight.shape[2])
     if x.shape[0] and _library_takes(x, weight, y):
-        filled = torch._grouped_mm(x, weight, ends.to(torch.int32))
-        inside = torch.arange(x.shape[0], device=x.device) < ends[-1]
-        return torch.where(inside[:, None], filled, y)  # the library leaves rows after the last end as they were
+        return _without_tail(torch._grouped_mm(x, weight, ends.to(torch.int32)), ends)
+    y.zero_()
     for e, (start, end) in enumerate(_groups(ends)):
         y[start:end] = x[start:end] @ weight[e]
     return y
+
+
+def _without_tail(y: Tensor, ends: Tensor) -> Tensor:
+    """The library leaves rows after the last end as they were in memory: write zeros there. In place."""
+    if runs_triton(y):
+        from megafx.kernels.experts.zero_tail_triton import zero_tail
+
+        zero_tail(y, ends)
+        return y
+    return torch.where((torch.arange(y.shape[0], device=y.device) < ends[-1])[:, None], y, 0)
 
 
 def grouped_mm_weight(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
@@ -76,6 +85,7 @@ define_op(
     samples=[(real(6, 4), real(4, 4, 6), ids(7, 4))],
     cost=MATMUL,
     reference=grouped_mm,
+    launches=True,
     fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]),
 )
 define_op(

@@ -1,0 +1,344 @@
+"""Let data-parallel ranks share out the experts of mixtures: tokens travel to the ranks of their experts, results back.
+
+Before:  %order = group_order(%ids, 8); %ends = group_ends(%ids, 8); %x = group_rows(%tokens, %order, 2)      # S rows
+         %h = grouped_mm(%x, %up, %ends); %y = grouped_mm(relu(%h), %down, %ends)
+         %z = mul(%y, group_rows(%weights, %order, 1)); %out = sum(view(ungroup_rows(%z, %order), [T, 2, n]), [1])
+After:   %p = places_of(%ids, 2, 4, 2); %n = count_received(%ends, %p, 4, 2, 'ep'); %s = exchange_sizes(%ends, %p, %n)
+         %r = received_rows(%order, 'received0', %ends, %p, %n, %s, 2, 'ep')             # U rows: data decides how many
+         %e = cumsum(sum(%n, [0])[:4], 0); %u = transition(%up, R -> S0, 'ep', 2); %d = transition(%down, R -> S0, 'ep', 2)
+         %x = dispatch_rows(%tokens, %p, %s, %r, 2, False, 'ep')
+         %h = grouped_mm(%x, %u, %e); %y = grouped_mm(relu(%h), %d, %e)
+         %z = mul(%y, dispatch_rows(%weights, %p, %s, %r, 2, True, 'ep'))
+         %out = combine_rows(%z, %p, %s, %r, 2, False, 'ep')                             # each token's sum
+Legal because: what stands between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
+the same wherever it is computed. A rank takes its experts of the weights; the others' gradients are theirs.
+
+What travels is as little as can be: the tokens that the first products take, once to each rank that has an expert of theirs,
+and the sums of what the last ones give, weighted. A parameter that nothing else reads is then stored so (`hold_experts`): each
+rank has its experts alone.
+
+Source: Lepikhin et al. 2020 (GShard, 2006.16668); Megatron's `expert_model_parallel_size`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.errors import PlanError
+from megafx.ir.contracts import is_transition
+from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name
+from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located, tensors_of
+from megafx.ir.sizes import RowCount, SizeEmitter
+from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
+from megafx.passes.experts.expert_units import GROUPED
+from megafx.placements.data_axis import EXPERT_AXIS
+from megafx.placements.types import Layout, R, S
+from megafx.planner.context import Planner
+from megafx.rules.families import VIEWS
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+NAME = "dispatch_experts"
+aten, ops = torch.ops.aten, torch.ops.megafx
+_SAME = COPIES | CASTS | {aten.detach.default}
+_VIEWED = _SAME | {aten.transpose.int, aten.permute.default}
+_SMALL = 4  # elements of a row that may travel so that its sum can be made where it is computed
+
+
+def dispatch_experts(program: Program, planner: Planner) -> int:
+    """Return the number of mixtures whose experts are shared out. Raises PlanError where there is none."""
+    if planner.data is None or planner.data.experts == 1:
+        return 0
+    ranks = planner.data.experts
+    if "expert" in planner.config.overrides.values():
+        raise PlanError(
+            f"override 'expert' gives experts to tensor-parallel ranks, and expert_model_parallel_size={ranks} to "
+            "data-parallel ones",
+            fix="drop the override: tensor-parallel ranks then cut each expert's ffn",
+        )
+    own = _OwnExperts(program, ranks)
+    count = 0
+    for order in program.graph.find_nodes(op="call_function", target=ops.group_order.default):
+        mixture = _Mixture(program, order, own)
+        if mixture.products:
+            mixture.write(f"received{count}")
+            count += 1
+    if not count:
+        raise PlanError(
+            f"expert_model_parallel_size={ranks}, but this model has no mixture of experts whose rows are sorted by expert and "
+            "computed by grouped products",
+            fix="set expert_model_parallel_size to 1; transformers' mixtures are computed so with "
+            "`experts_implementation='grouped_mm'` in their config",
+        )
+    program.graph.eliminate_dead_code()
+    for node in program.graph.find_nodes(op="call_function", target=GROUPED):
+        if not is_transition(behind(node.args[1], _VIEWED), EXPERT_AXIS):
+            what = "a grouped product is not shared out, so each rank holds and computes all of its experts"
+            program.note("experts", f"{what}: its rows are not sorted by the ids that count its groups", node)
+    planner.experts = own.held_alone()
+    return count
+
+
+class _OwnExperts:
+    """This rank's part of weights. made: the weight -> its part; stored: the parameter -> the transition that cuts it."""
+
+    def __init__(self, program: Program, ranks: int) -> None:
+        self.program, self.ranks = program, ranks
+        self.params = {node: spec.name for node, spec in program.input_nodes() if spec.kind == "param"}
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.stored: dict[fx.Node, fx.Node] = {}
+
+    def here(self, experts: int) -> int:
+        """How many experts a rank has, at most."""
+        return Layout.contiguous(experts, self.ranks).local_size(self.ranks)
+
+    def part(self, weight: fx.Node, user: fx.Node) -> fx.Node:
+        """[experts, ...] -> [experts here, ...], for a node to read: of the parameter that it is a view or a cast of."""
+        if weight not in self.made:
+            if weight not in self.params and _keeps_experts(weight):
+                source = self.part(weight.args[0], weight)  # type: ignore[arg-type]
+                build = Builder(self.program, weight, weight, NAME)
+                self.made[weight] = build(weight.target, source, *weight.args[1:], **weight.kwargs)  # type: ignore[arg-type]
+            else:
+                self.made[weight] = self._cut(weight, user)
+        return self.made[weight]
+
+    def _cut(self, weight: fx.Node, user: fx.Node) -> fx.Node:
+        where = SizeEmitter(self.program.graph, self.program.sizes).anchor if weight in self.params else weight.next
+        experts = S(0, Layout.contiguous(int(weight.meta[VAL].shape[0]), self.ranks))
+        ends: Any = (R.tag, experts.tag, [], list(experts.flat_layout), EXPERT_AXIS, self.ranks)
+        made = Builder(self.program, where, user, NAME)(ops.transition.default, weight, *ends)
+        if weight in self.params:
+            self.stored[weight] = made
+        else:
+            what = (
+                f"{op_name(weight)} computes weights of experts, so each rank holds and computes those of all experts"
+            )
+            self.program.note("experts", what, weight)
+        return made
+
+    def held_alone(self) -> tuple[str, ...]:
+        """Names of the parameters of which a rank needs its experts alone."""
+        for param, cut in self.stored.items():
+            others = [user for user in param.users if user is not cut]
+            if others:
+                what = (
+                    f"'{self.params[param]}' is read by {op_name(others[0])} too, so each rank holds all experts of it"
+                )
+                self.program.note("experts", what, others[0])
+        return tuple(self.params[param] for param, cut in self.stored.items() if [*param.users] == [cut])
+
+
+def _keeps_experts(node: fx.Node) -> bool:
+    """Whether a node is a view or a cast of its operand with the same first dim."""
+    if node.op != "call_function" or not node.args:
+        return False
+    source, args = node.args[0], node.args
+    if node.target is aten.transpose.int:
+        n = node.meta[VAL].dim()
+        return 0 not in (int(args[1]) % n, int(args[2]) % n)  # type: ignore[arg-type]
+    if node.target is aten.permute.default:
+        return bool(args[1][0] == 0)  # type: ignore[index]
+    return node.target in _SAME and isinstance(source, fx.Node)
+
+
+class _Mixture:
+    """Of one order of rows by expert. rows: how many, structural. choices: how many rows a token has. sorted: values that have
+    these rows. products, lookups: nodes that read what is an expert's: weights, and entries by the expert of each row. moved:
+    nodes that the ranks of the experts compute."""
+
+    def __init__(self, program: Program, order: fx.Node, own: _OwnExperts) -> None:
+        self.program, self.order, self.own = program, order, own
+        self.ids: Any = order.args[0]
+        self.rows = program.sizes.shape(order.meta[VAL])[0]
+        self.sorted: dict[fx.Node, None] = {}
+        self.products: list[fx.Node] = []
+        self.lookups: list[fx.Node] = []
+        for node in program.graph.nodes:
+            if node.op == "call_function" and self._is_sorted(node):
+                self.sorted[node] = None
+                if node.target is GROUPED and self._is_end(node.args[2]):
+                    self.products.append(node)
+                elif self._looks_up(node):
+                    self.lookups.append(node)
+        taken = [self._taken(node)[1] for node in self.sorted if self._is_taken(node)]
+        self.choices = max(taken, default=1)
+        self.moved = self._moved() if self.products else {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.arrived: dict[fx.Node, fx.Node] = {}
+
+    # -- what is computed where
+
+    def _is_taken(self, node: fx.Node) -> bool:
+        return node.target is ops.group_rows.default and node.args[1] is self.order
+
+    def _taken(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """(the value whose rows a node takes in the order of experts, how many rows in turn are of the same row of it)."""
+        args: Any = node.args
+        source, _, times = args
+        before = source.args[0] if source.target is aten.repeat_interleave.self_int and times == 1 else None
+        if before is not None and argument(source, "dim") == 0:
+            return before, self.rows // self.program.sizes.shape(before.meta[VAL])[0]
+        return source, times
+
+    def _is_sorted(self, node: fx.Node) -> bool:
+        if self._is_taken(node):
+            return True
+        values = tensors_of(node)
+        reads = node.target is not ops.ungroup_rows.default and any(a in self.sorted for a in node.all_input_nodes)
+        return reads and all(self.program.sizes.shape(v)[:1] == (self.rows,) for v in values)
+
+    def _is_end(self, node: Any) -> bool:
+        return bool(node.target is ops.group_ends.default and node.args[0] is self.ids)
+
+    def _looks_up(self, node: fx.Node) -> bool:
+        """Whether a node takes the entry of each row's expert from a value that has one for each."""
+        args: Any = node.args
+        if node.target is aten.index.Tensor and len(args[1]) == 1:
+            source, by = args[0], args[1][0]
+        elif node.target is aten.index_select.default and args[1] == 0:
+            source, by = args[0], args[2]
+        else:
+            return False
+        by = behind(by, _SAME)
+        experts = int(self.order.args[1])  # type: ignore[arg-type]
+        of_rows = by.target is ops.group_rows.default and by.args[:2] == (self.ids, self.order)
+        return bool(of_rows and source not in self.sorted and source.meta[VAL].shape[0] == experts)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """Operands that have the sorted rows."""
+        return [] if node in self.lookups else [a for a in node.all_input_nodes if a in self.sorted]
+
+    def _moved(self) -> dict[fx.Node, None]:
+        """What lies between products, and what follows the last ones as long as little else comes in: weights of rows."""
+        after: set[fx.Node] = {*self.products}
+        for node in self.sorted:
+            if any(a in after for a in self._operands(node)):
+                after.add(node)
+        before: set[fx.Node] = {*self.products}
+        for node in reversed(self.sorted):
+            if any(user in before for user in node.users if user in self.sorted):
+                before.add(node)
+        moved = (after & before) | {*self.lookups}
+        for node in self.sorted:
+            operands = self._operands(node)
+            if any(a in moved for a in operands) and all(a in moved or self._is_small(a) for a in operands):
+                moved.add(node)
+        return {node: None for node in self.sorted if node in moved}
+
+    def _is_small(self, node: fx.Node) -> bool:
+        """Whether a row of a value is a number or two, which may travel."""
+        return all(math.prod(v.shape[1:]) <= _SMALL for v in tensors_of(node))
+
+    # -- the ops in their place
+
+    def write(self, size: str) -> None:
+        first, experts = next(iter(self.moved)), int(self.order.args[1])  # type: ignore[arg-type]
+        here, ranks, choices = self.own.here(experts), self.own.ranks, self.choices
+        build = Builder(self.program, first, self.products[0], NAME)
+        ends = self.products[0].args[2]
+        self.places = build(ops.places_of.default, self.ids, choices, here, ranks)
+        received = build(ops.count_received.default, ends, self.places, here, ranks, EXPERT_AXIS)
+        self.sizes = build(ops.exchange_sizes.default, ends, self.places, received)
+        given = (self.order, size, ends, self.places, received, self.sizes, choices, EXPERT_AXIS)
+        self.received = build(ops.received_rows.default, *given)
+        symbol = self.received.meta[VAL].shape[0].node.expr
+        self.program.sizes.row_counts[symbol] = RowCount(size, self.rows, 1)
+        rows = build(aten.slice.Tensor, build(aten.sum.dim_IntList, received, [0]), 0, 0, here)
+        self.ends = build(aten.cumsum.default, rows, 0)
+        self.numbers: fx.Node | None = None
+        for node in self.moved:
+            self.made[node] = self._again(node)
+        for node in self.moved:
+            self._leave(node)
+        self.program.graph.eliminate_dead_code()
+        what = f"{experts} experts of '{fqn_of(self.products[0])}' are shared out over {ranks} ranks: {here} a rank"
+        self.program.note("experts", what, self.made[self.products[0]])
+
+    def _ways(self, entries: bool) -> tuple[Any, ...]:
+        return self.places, self.sizes, self.received, self.choices, entries, EXPERT_AXIS
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        """The op on the rows that arrive here."""
+        build = Builder(self.program, node, node, NAME)
+        args: Any = node.args
+        if node in self.products:
+            return build(GROUPED, self._here(args[0], build), self.own.part(args[1], node), self.ends)
+        if node in self.lookups:
+            return build(aten.index_select.default, self.own.part(args[0], node), 0, self._numbers(build))
+        given = fx.map_arg((node.args, node.kwargs), lambda a: self._argument(a, node, build))
+        return build(node.target, *given[0], **given[1])  # type: ignore[arg-type]
+
+    def _argument(self, given: fx.Node, node: fx.Node, build: Builder) -> Any:
+        value = given.meta[VAL]
+        if given in self.sorted:
+            return self._here(given, build)
+        if isinstance(value, torch.SymInt) and self.program.sizes.of(value) == self.rows:
+            count = self.program.sizes.of(self.received.meta[VAL].shape[0])
+            return SizeEmitter(self.program.graph, self.program.sizes)(count)
+        for tensor in tensors_of(given):
+            if self.program.sizes.shape(tensor)[:1] == (self.rows,):
+                raise PlanError(
+                    "experts cannot be shared out over ranks: between their products, "
+                    f"{op_name(node)} reads %{given.name}, which has a row for each of this rank's rows and does not come from "
+                    "them",
+                    fix="compute it of the rows that are sorted by expert, or give it no dim of the rows: it is then broadcast",
+                    **located(node),
+                )
+        return given
+
+    def _here(self, value: fx.Node, build: Builder) -> fx.Node:
+        """The rows of a value that this rank's experts get."""
+        if value in self.made:
+            return self.made[value]
+        if value not in self.arrived:
+            source, times = self._taken(value) if self._is_taken(value) else (None, 1)
+            if source is None:  # computed of sorted rows
+                source = build(ops.ungroup_rows.default, value, self.order)
+            self.arrived[value] = build(ops.dispatch_rows.default, source, *self._ways(times != self.choices))
+        return self.arrived[value]
+
+    def _numbers(self, build: Builder) -> fx.Node:
+        """Of each row that arrives, the number of its expert among this rank's."""
+        if self.numbers is None:
+            self.numbers = build(ops.group_of_rows.default, self.received, self.ends)
+        return self.numbers
+
+    def _leave(self, node: fx.Node) -> None:
+        """Bring home what others read of a value: each token's sum where that is all they read, else each row."""
+        rows: fx.Node | None = None
+        for user in [user for user in node.users if user not in self.moved]:
+            for total in self._sums(user):
+                build = Builder(self.program, total, total, NAME)
+                total.replace_all_uses_with(build(ops.combine_rows.default, self.made[node], *self._ways(False)))
+                self.program.graph.erase_node(total)
+            if user.target is ops.ungroup_rows.default and not user.users:
+                continue
+            if rows is None:
+                build = Builder(self.program, node.next, node, NAME)
+                rows = build(ops.combine_rows.default, self.made[node], *self._ways(self.choices > 1))
+            if user.target is ops.ungroup_rows.default:
+                user.replace_all_uses_with(rows)
+            else:
+                ordered = Builder(self.program, user, node, NAME)(ops.group_rows.default, rows, self.order, 1)
+                user.replace_input_with(node, ordered)
+
+    def _sums(self, user: fx.Node) -> list[fx.Node]:
+        """Sums of each token's rows, of rows that were put back."""
+        found: list[fx.Node] = []
+        if user.target is not ops.ungroup_rows.default or self.choices == 1:
+            return found
+        for view in [u for u in user.users if str(u.target) in VIEWS]:
+            shape, tail = self.program.sizes.shape(view.meta[VAL]), self.program.sizes.shape(user.meta[VAL])[1:]
+            if shape == (self.rows // self.choices, self.choices, *tail):
+                found += [u for u in view.users if u.target is aten.sum.dim_IntList and self._sums_choices(u)]
+        return found
+
+    def _sums_choices(self, node: fx.Node) -> bool:
+        dims: Any = argument(node, "dim")
+        value: Any = node.args[0]
+        same = node.meta[VAL].dtype == value.meta[VAL].dtype
+        return same and [d % value.meta[VAL].dim() for d in dims] == [1] and not argument(node, "keepdim")

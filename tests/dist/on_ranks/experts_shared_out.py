@@ -1,0 +1,127 @@
+"""Experts that data-parallel ranks share out, on real gloo ranks: steps with clipping are those of one process in fp64, beside
+sharded parameters, context- and tensor-parallel ranks; own meshes, gradients held back, checkpoints that go on at other degrees.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check, near, same_tensors
+from sorted_mixtures import HIDDEN, Model, a_call, added_to_tokens, as_transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import megafx
+from megafx.errors import AgreementError
+
+EP = {"data_parallel_size": 2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 1}
+
+
+def start() -> nn.Module:
+    return Model(as_transformers, added_to_tokens).double()
+
+
+def part(call: tuple[Tensor, ...], ranks: int) -> list[Tensor]:
+    """This rank's rows."""
+    return [x.chunk(ranks)[dist.get_rank() * ranks // dist.get_world_size()] for x in call]  # of one: all rows
+
+
+def stepped(model: nn.Module, ranks: int) -> list[Tensor]:
+    """Losses and norms of three steps."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4), []
+    for step in range(3):
+        loss = model(*part(a_call(4 + 4 * step), ranks))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found += [loss.detach(), norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
+        optimizer.step(), optimizer.zero_grad()
+    return found
+
+
+def trains_like_one_process(options: dict[str, Any], mesh: DeviceMesh | None = None) -> None:
+    model = megafx.parallelize(start(), megafx.Config(**options), mesh=mesh)
+    found, state = stepped(model, options["data_parallel_size"]), megafx.full_state_dict(model)
+    one = start()
+    for ours, theirs in zip(found, stepped(one, 1), strict=True):
+        near(ours, theirs, "a loss or a norm")
+    same_tensors(state, dict(one.state_dict()), "after three steps:")
+
+
+@check(2)
+def steps_with_experts_shared_out() -> None:
+    trains_like_one_process(EP)
+    trains_like_one_process(EP | {"data_parallel": "fsdp"})
+
+
+@check(4, slow=True)
+def experts_shared_out_beside_other_axes() -> None:
+    four = EP | {"data_parallel_size": 4}
+    trains_like_one_process(four | {"expert_model_parallel_size": 4})
+    trains_like_one_process(four | {"data_parallel": "zero1"}, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ep", "tp")))
+    trains_like_one_process(EP | {"tensor_model_parallel_size": 2})
+    trains_like_one_process(EP | {"context_parallel_size": 2})
+
+
+@check(2)
+def experts_shared_out_with_losses_of_each_rank() -> None:
+    """As by DistributedDataParallel, whose gradients are means."""
+    model = megafx.parallelize(start(), megafx.Config(**EP, data_parallel_loss="average"))
+    model(*part(a_call(4), 2)).backward()
+    one = start()
+    for rows in zip(*(x.chunk(2) for x in a_call(4)), strict=True):
+        (one(*rows) / 2).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in one.named_parameters()}, "gradient")
+
+
+@check(2)
+def experts_shared_out_with_held_gradients_and_checkpoints(folder: Path) -> None:
+    plain = start()
+    model = megafx.parallelize(copy.deepcopy(plain), megafx.Config(**EP))
+    with model.megafx.no_sync():
+        model(*part(a_call(4), 2)).backward()
+    model(*part(a_call(8), 2)).backward()
+    for rows in (4, 8):
+        plain(*a_call(rows)).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    others: tuple[dict[str, Any], ...] = (EP | {"data_parallel": "fsdp"}, {"tensor_model_parallel_size": 2}, EP)
+    before: dict[str, Any] = EP
+    for number, options in enumerate(others):
+        megafx.save_checkpoint(folder / str(number), model, optimizer, step=1)
+        again = megafx.parallelize(start(), megafx.Config(**options))
+        steps = torch.optim.AdamW(again.parameters())
+        assert megafx.load_checkpoint(folder / str(number), again, steps).step == 1
+        for each, stepping, of in ((model, optimizer, before), (again, steps, options)):
+            stepping.zero_grad()
+            each(*part(a_call(8), of.get("data_parallel_size", 1))).backward()
+            stepping.step()
+        same_tensors(megafx.full_state_dict(again), megafx.full_state_dict(model), f"with {options}:")
+        model, optimizer, before = again, steps, options
+
+
+@check(2)
+def a_rank_holds_its_experts_and_moments_of_them() -> None:
+    model = megafx.parallelize(start(), megafx.Config(**EP))
+    model(*part(a_call(4), 2)).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    up = dict(model.named_parameters())["layers.0.up"]
+    assert up.shape == (5, HIDDEN, 14) and up.to_local().shape == (3, HIDDEN, 14)
+    assert optimizer.state[up]["exp_avg"].to_local().shape == (3, HIDDEN, 14)
+    with torch.no_grad():  # the second rank has two experts and a pad
+        whole = F.pad(up.full_tensor(), (0, 0, 0, 0, 0, 1))
+        assert torch.equal(up.to_local(), whole[3 * dist.get_rank() :][:3])
+
+
+@check(2)
+def experts_shared_out_need_a_dim_of_the_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(AgreementError, match="but the mesh has 1 ranks that share out experts"):
+        megafx.parallelize(start(), megafx.Config(**EP), mesh=mesh)
