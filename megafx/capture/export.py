@@ -53,7 +53,7 @@ from megafx.ir.call_spec import (
     violated,
 )
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.program import VAL, Note, Phase, Program
+from megafx.ir.program import VAL, Note, Phase, Program, number_sizes
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
 from megafx.ops.eager_call import matching
@@ -514,6 +514,7 @@ class _Capture:
         refuse_made_up(constants.values())
         forget_made_up()
         outputs, out_leaves = name_outputs(exported, gm.graph, self.requires_grad)
+        number_sizes(gm.graph)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         names = self._name_symbols(program, values, sizes, fixed)

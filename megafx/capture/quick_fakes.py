@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import fast_detach
@@ -126,7 +127,13 @@ class QuickFakeTensorMode(FakeTensorMode):
         return found
 
     def _for_all_traces(self, key: Any) -> Hashable | None:
-        """The key for traces of other models; None where it is about sizes of data."""
+        """The key for traces of other models; None where it is about sizes of data, and on several ranks.
+
+        Which operand a result has a size of, and so which input a graph reads it from, may depend on the traces before. Those
+        of ranks of one job differ, and their graphs have to be the same.
+        """
+        if _several_ranks():
+            return None
         symbols, known = _symbols(key), list[Hashable]()
         if symbols:
             env: Any = self.shape_env
@@ -231,6 +238,10 @@ class QuickFakeTensorMode(FakeTensorMode):
         if form not in self._like:
             self._like[form] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return self._like[form]
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _symbols(form: Any) -> set[sympy.Symbol]:

@@ -429,6 +429,16 @@ def number_nodes(graph: fx.Graph) -> None:
     graph._graph_namespace = names
 
 
+def number_sizes(graph: fx.Graph) -> None:
+    """Name the nodes that read sizes by their order. Names of fx count those that were taken away again, too: how many there
+    were depends on what the process has traced before."""
+    names = fx.graph._Namespace()
+    sizes = {*graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)}
+    for node in [*(n for n in graph.nodes if n not in sizes), *(n for n in graph.nodes if n in sizes)]:
+        node.name = names.create_name("sym_size_int" if node in sizes else node.name, node)
+    graph._graph_namespace = names
+
+
 def ancestors(
     roots: Iterable[Any],
     stop: Callable[[fx.Node], bool] = lambda node: False,

@@ -16,7 +16,7 @@ from torch import nn
 import megafx
 from megafx.distributed import agreement
 from megafx.ir.stored import Unstorable
-from megafx.runtime import cache_files, cache_key
+from megafx.runtime import cache_files, cache_key, program_cache
 from megafx.runtime.fingerprint import Fingerprint
 
 SOURCE = """
@@ -113,10 +113,9 @@ def test_a_second_start_computes_the_same_bits(project):
 
 def test_what_differs_on_another_rank_is_said(project, monkeypatch):
     project.run()
-    monkeypatch.setattr(agreement, "first_rank", lambda failed, group: 1)
-    of_rank_0 = agreement.broadcast_object
-    of = lambda value, group, rank=0: "'net.scale'" if rank else of_rank_0(value, group)  # noqa: E731
-    monkeypatch.setattr(agreement, "broadcast_object", of)
+    of = lambda value, group, rank=0: "'net.scale'" if rank else agreement.broadcast_object(value, group)  # noqa: E731
+    of_cache = types.SimpleNamespace(first_rank=lambda failed, group: 1, broadcast_object=of)
+    monkeypatch.setattr(program_cache, "agreement", of_cache)
     did, _, _, notes = project.run()
     assert did == "written"
     assert notes == ["compiled anew, since on rank 1 'net.scale' is not what the entry has"]
