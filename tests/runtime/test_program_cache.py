@@ -111,6 +111,19 @@ def test_a_second_start_computes_the_same_bits(project):
     assert project.run(cache=False)[0] == ""
 
 
+def test_constructors_that_call_super(project):
+    """Where each looks is a cell that nothing writes to, and that code names from Python 3.12 on. transformers' losses have some."""
+    made = "".join(
+        f"class {name}(nn.Module):\n    def __init__(self):\n        super(__class__, self).__init__()\n\n"
+        for name in ("One", "Two")
+    )
+    net = SOURCE.replace(
+        "if os.environ", 'if os.environ.get("NET_NONE"):\n            One(), Two()\n        if os.environ'
+    )
+    project.write(net.replace("class Options:", f"{made}class Options:"))
+    assert [project.run()[0] for _ in range(2)] == ["written", "read"]
+
+
 def test_what_differs_on_another_rank_is_said(project, monkeypatch):
     project.run()
     of = lambda value, group, rank=0: "'net.scale'" if rank else agreement.broadcast_object(value, group)  # noqa: E731
