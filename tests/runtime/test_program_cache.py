@@ -112,7 +112,7 @@ def test_a_second_start_computes_the_same_bits(project):
 
 
 def test_constructors_that_call_super(project):
-    """Where each looks is a cell that nothing writes to, and that code names from Python 3.12 on. transformers' losses have some."""
+    """Where each looks is a cell that nothing writes to; code names it from Python 3.12 on, as transformers' losses."""
     made = "".join(
         f"class {name}(nn.Module):\n    def __init__(self):\n        super(__class__, self).__init__()\n\n"
         for name in ("One", "Two")

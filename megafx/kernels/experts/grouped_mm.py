@@ -85,7 +85,6 @@ define_op(
     samples=[(real(6, 4), real(4, 4, 6), ids(7, 4))],
     cost=MATMUL,
     reference=grouped_mm,
-    launches=True,
     fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]),
 )
 define_op(
