@@ -578,7 +578,9 @@ class Reads:
 
     def _bound(self, place: Place) -> None:
         """place: of a name that holds nothing, or a module, a class or a library's function: another may be put there."""
-        if place.name.partition(" (")[0].endswith(".__class__"):  # the cell in which `super()` looks: nothing writes there
+        if place.name.partition(" (")[0].endswith(
+            ".__class__"
+        ):  # the cell in which `super()` looks: nothing writes there
             return
         self.places.setdefault((id(place.holder), place.key), place)
         self.alive.append(place.holder)

@@ -24,7 +24,7 @@ from megafx.errors import PlanError
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout, Owned, Placement, S, owned
 
-FORMAT = 1  # version of the JSON form
+FORMAT = 2  # version of the JSON form
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 LEGEND = """\
 operands -> result, the dim of the op's rule that is cut, [transitions of the result]. Placements: I whole on every rank, its
@@ -211,7 +211,7 @@ class Plan:
         def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
             return tuple(_decode(p, reader) for p in items)
 
-        data["experts"] = tuple(map(str, data.get("experts", ())))
+        data["experts"] = tuple(map(str, data["experts"]))
         data["params"] = {k: _decode(p, reader) for k, p in data["params"].items()}
         data["ops"] = {
             k: OpChoice(all_of(o["ins"]), _decode(o["out"], reader), o["factor"], o["fqn"], o["note"])
@@ -251,7 +251,7 @@ _LARGEST_FILE = 2**28  # a plan of 1,000 layers takes some MiB
 _KINDS: dict[str, tuple[type, ...]] = {  # of the entries of a saved plan
     **{"t": (int,), "axis": (str,), "sequence_parallel": (bool,), "flat_tokens": (bool,), "hardware": (str,)},
     **dict.fromkeys(("workload", "params", "ops", "conversions", "replicated"), (dict,)),
-    **{"removals": (list,), "cost_us": (int, float)},
+    **{"removals": (list,), "experts": (list,), "cost_us": (int, float)},
 }
 
 _CALLS: dict[str, Callable[..., sympy.Expr]] = {  # functions of sizes, by the names that sympy prints
