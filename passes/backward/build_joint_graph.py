@@ -25,7 +25,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, maybe_enable_thunkify
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megafx.errors import MegafxError
@@ -88,16 +88,13 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         values, seeds = args[: len(primals)], args[len(primals) :]
         nonlocal origins
         origins = _Origins(program, symbols)
-        with (
-            maybe_enable_thunkify()
-        ):  # sizes get nodes where ops take them: autograd compares all sizes of each gradient
-            outputs = _Forward(program.gm, origins).run(*values)
-            origins.backward = True
-            if wrt and program.call is not None:
-                lost[:] = [program.outputs[i].name for i in differentiated if not outputs[i].requires_grad]
-            gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
-            origins.attribute(None)
-            return (*outputs, *gradients)
+        outputs = _Forward(program.gm, origins).run(*values)
+        origins.backward = True
+        if wrt and program.call is not None:
+            lost[:] = [program.outputs[i].name for i in differentiated if not outputs[i].requires_grad]
+        gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
+        origins.attribute(None)
+        return (*outputs, *gradients)
 
     try:
         with _tracing(program), _use_lazy_graph_module(True):

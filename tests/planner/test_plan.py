@@ -162,7 +162,7 @@ def test_an_unknown_parameter_is_an_error_with_advice() -> None:
 
 def test_another_format_is_refused() -> None:
     text = _plan().to_json().replace('"format": 2', '"format": 99')
-    with pytest.raises(PlanError, match="plan format 99, expected 1"):
+    with pytest.raises(PlanError, match="plan format 99, expected 2"):
         Plan.from_json(text)
 
 
