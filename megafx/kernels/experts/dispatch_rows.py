@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megafx.ir.data_sizes import size_named
 from megafx.ir.facts import ids as ids_of
+from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op
 from megafx.kernels.experts.sum_rows import sum_of_rows as _sum
 from megafx.ops.axes import axis_context
@@ -127,6 +128,9 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], axis: str) -> Te
     return c10d.wait_tensor.default(c10d.all_to_all_single.default(x.contiguous(), received, sent, group))
 
 
+# A way on one rank: four tokens of one choice, of two experts.
+_ENDS, _PLACES, _SIZES = torch.tensor([1, 4]), torch.arange(4)[None], torch.full((4, 1), 4)
+_RECEIVED, _ORDER = torch.tensor([[1, 3, 4]]), torch.tensor([2, 0, 1, 3])
 _MOVES = "(Tensor {0}, Tensor places, Tensor sizes, Tensor rows, int choices, bool entries, str axis) -> Tensor"
 
 define_op(
@@ -139,12 +143,14 @@ define_op(
 define_op(
     "count_received(Tensor ends, Tensor places, int experts, int ranks, str axis) -> Tensor",
     rule="nl: ~e!, ~r! t! -> r! x!",
+    samples=[(_ENDS, _PLACES, 2, 1, "ep")],
     reference=count_received,
     fake=lambda ends, places, experts, ranks, axis: ends.new_empty(ranks, experts + 1),
 )
 define_op(
     "exchange_sizes(Tensor ends, Tensor places, Tensor received) -> Tensor",
     rule="nl: ~e!, ~r! t!, ~r! x! -> f! r!",
+    samples=[(_ENDS, _PLACES, _RECEIVED)],
     reference=exchange_sizes,
     fake=lambda ends, places, received: torch.empty(4, received.shape[0], dtype=torch.int64, device="cpu"),
 )
@@ -152,18 +158,21 @@ define_op(
     "received_rows(Tensor order, str size, Tensor ends, Tensor places, Tensor received, Tensor sizes, int choices, str axis) "
     "-> Tensor",
     rule="nl: ~s!, ~e!, ~r! t!, ~r! x!, ~f! r! -> ~u!",
+    samples=[(_ORDER, "u0", _ENDS, _PLACES, _RECEIVED, _SIZES, 1, "ep")],
     reference=received_rows,
     fake=lambda order, size, *_: order.new_empty(size_named(order, size)),
 )
 define_op(
     "dispatch_rows" + _MOVES.format("x"),
     rule="lin: s! ..., ~r! t!, ~f! r!, ~u! -> u! ...",
+    samples=[(real(4, 6), _PLACES, _SIZES, _ORDER, 1, False, "ep")],
     reference=dispatch_rows,
     fake=lambda x, places, sizes, rows, choices, entries, axis: x.new_empty(rows.shape[0], *x.shape[1:]),
 )
 define_op(
     "combine_rows" + _MOVES.format("y"),
     rule="lin: u! ..., ~r! t!, ~f! r!, ~u! -> s! ...",
+    samples=[(real(4, 6), _PLACES, _SIZES, _ORDER, 1, False, "ep")],
     reference=combine_rows,
     fake=lambda y, places, sizes, rows, choices, entries, axis: y.new_empty(
         places.shape[1] * (choices if entries else 1), *y.shape[1:]
