@@ -18,8 +18,8 @@ def test_a_graph_and_its_copy_get_the_same_names() -> None:
     programs = [program.copy(), program]
     for p in programs:
         canonicalize_program(p)
-    fresh, other = ([n.name for n in p.graph.nodes] for p in programs)
-    assert fresh != other, "this test needs two graphs whose names have diverged"
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        node.name = f"{node.name}_of_another_rewrite"
     for p in programs:
         number_nodes(p.graph)
         p.graph.lint()
