@@ -37,6 +37,10 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a stage of a pipeline is called": "dist/on_ranks/pipelines.py",
     "step of a pipeline within no_sync": "dist/on_ranks/pipelines.py",
     "data parallelism cannot cut the batch: rows are s": "passes/experts/test_group_by_expert.py",
+    "expert_model_parallel_size=<ranks>, but this mode": "passes/experts/test_dispatch_experts.py",
+    "experts cannot be shared out over ranks: between ": "passes/experts/test_dispatch_experts.py",
+    "override 'expert' gives experts to tensor-paralle": "passes/experts/test_dispatch_experts.py",
+    "expert_model_parallel_size=<experts> without data": "passes/experts/test_dispatch_experts.py",
 }
 NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     "the ranks of a job part: the advice is to do the same on every rank, as all of tests/dist does": [
@@ -60,6 +64,8 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "data-parallel ranks <i> and <j> differ in the sh",
         "data-parallel ranks run different graphs, whose ",
         "context_parallel_size=<context_parallel_size>, bu",
+        "<shard> data-parallel ranks cannot share out expe",
+        "expert_model_parallel_size=<expert_model_parallel",
         "data_parallel_shard_size=<data_parallel_shard_si",
         "data_parallel_size=<data_parallel_size>, but the",
         "mesh <mesh> has <ndim> dims, none of them named ",

@@ -136,24 +136,36 @@ def without_mixture(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> 
     return torch.einsum("th,ehf->tf", x, of.up)[:, :HIDDEN]
 
 
-def by_place(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Between the products, ones that have a row for each of this rank's rows."""
+def scaled_between(of: Mixture, x: Tensor, chosen: Tensor, by: Tensor) -> Tensor:
     ids = chosen[:, 0]
     order, ends = ids.argsort(), F.one_hot(ids, EXPERTS).sum(0).cumsum(0)
-    y = grouped_mm(x[order], of.up[..., :HIDDEN].contiguous(), ends) * x.new_ones(x.shape[0], 1)
+    y = grouped_mm(x[order], of.up[..., :HIDDEN].contiguous(), ends) * by
     return grouped_mm(y, of.down[:, :HIDDEN].contiguous(), ends)[order.argsort()]
 
 
+def by_place(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Between the products, ones that have a row for each of this rank's rows."""
+    return scaled_between(of, x, chosen, x.new_ones(x.shape[0], 1))
+
+
+def broadcast(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    return scaled_between(of, x, chosen, x.new_ones(1, 1))
+
+
 def test_what_cannot_be_shared_out_is_refused() -> None:
+    """And what is advised works."""
     with pytest.raises(PlanError, match="this model has no mixture of experts whose rows are sorted by expert"):
         verified(Model(without_mixture), {"dp": 2})
-    with pytest.raises(
-        PlanError, match="between their products, mul reads %.* which has a row for each of this rank's rows"
-    ):
+    assert verified(Model(without_mixture), {"dp": 2}, experts=1)
+    rows = "between their products, mul reads %.* which has a row for each of this rank's rows"
+    with pytest.raises(PlanError, match=rows):
         verified(Model(by_place), {"dp": 2})
+    assert verified(Model(broadcast), {"dp": 2})
     with pytest.raises(PlanError, match="override 'expert' gives experts to tensor-parallel ranks"):
-        verified(Model(as_transformers), {"dp": 2, "tp": 2}, overrides={"layers.0.up": "expert"})
+        verified(Model(broadcast), {"dp": 2, "tp": 2}, overrides={"layers.0.up": "expert"})
     with pytest.raises(ConfigError, match="a divisor of data_parallel_size=3"):
         Config(data_parallel_size=3, expert_model_parallel_size=2)
+    config = Config(expert_model_parallel_size=2)
     with pytest.raises(ConfigError, match="without data-parallel ranks, among which experts are shared out"):
-        megafx.plan(Model(put_back).double(), Config(expert_model_parallel_size=2), example_inputs=a_call())
+        megafx.plan(Model(put_back).double(), config, example_inputs=a_call())
+    assert megafx.plan(Model(put_back).double(), config.replace(data_parallel_size=2), example_inputs=a_call())
