@@ -185,6 +185,11 @@ def search(
     if gpus < 1 or not batches or min(batches) < 1 or (global_batch is not None and global_batch < 1):
         found = f"gpus={gpus}, batches={tuple(batches)}, global_batch={global_batch} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes and a global batch of at least 1")
+    if config is not None and (size := config.expert_model_parallel_size) > 1:
+        found = f"expert_model_parallel_size={size}: search does not try ranks that share out experts"
+        raise UsageError(
+            found, fix="leave expert_model_parallel_size at 1, and compare such a config by megafx.rehearse"
+        )
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     wants_grad = call.wants_grad()
     return search_call(

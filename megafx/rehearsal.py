@@ -24,7 +24,8 @@ from torch import fx
 
 from megafx.analysis.communication import is_wait
 from megafx.analysis.memory import MARGIN
-from megafx.checks.simulate import CROSS_RANK
+from megafx.checks.simulate import CROSS_RANK, EXCHANGES
+from megafx.compiler.all_ranks import CALLED_DIRECTLY
 from megafx.compiler.compiled import Compiled
 from megafx.errors import ConfigError, PlacementError, SourceLine
 from megafx.ir.program import MADE_BY, VAL, Program, fqn_of, source_of, tensors_of
@@ -257,7 +258,9 @@ def collectives(program: Program, places: Mapping[str, AxisContext]) -> list[Col
     graphs = (("forward", parts.forward), ("backward", parts.last_backward), ("lazy outputs", parts.lazy_graph))
     for direction, gm in graphs:
         for node in () if gm is None else gm.graph.nodes:
-            if node.op != "call_function" or node.target not in CROSS_RANK or is_wait(node):
+            called: Any = node.target if node.op == "call_function" else None
+            target = CALLED_DIRECTLY.get(called, called)
+            if target not in {*CROSS_RANK, *EXCHANGES} or is_wait(node):
                 continue
             named = next((a for a in node.args[1:] if isinstance(a, str) and a in axes), None)
             if named is None:
@@ -266,7 +269,7 @@ def collectives(program: Program, places: Mapping[str, AxisContext]) -> list[Col
                 )
             options = tuple(str(a) for a in node.args[1:] if a is not named and not isinstance(a, fx.Node))
             shapes = tuple(_shape(x.meta[VAL]) for x in node.all_input_nodes)
-            op = node.target._schema.name.rpartition("::")[2]
+            op = target._schema.name.rpartition("::")[2]
             found.append(
                 Collective(op, axes[named], shapes, options, direction, fqn_of(node), source_of(node), node.name)
             )

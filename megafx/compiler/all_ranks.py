@@ -30,7 +30,7 @@ from megafx.ops.axes import Mesh, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
 
 BARRIER = "the barrier of an exchange"
-_CALLED_DIRECTLY = {direct(op): op for op in EXCHANGES}
+CALLED_DIRECTLY: dict[Any, Any] = {direct(op): op for op in EXCHANGES}  # what `call_directly` makes of them
 
 
 def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
@@ -98,7 +98,7 @@ class _Meeting:
 
     def _change(self, node: fx.Node, rank: int) -> bool:
         called: Any = node.target
-        target = _CALLED_DIRECTLY.get(called, called)
+        target = CALLED_DIRECTLY.get(called, called)
         if target not in {*CROSS_RANK, *EXCHANGES} or target is torch.ops._c10d_functional.wait_tensor.default:
             return False
 

@@ -34,7 +34,7 @@ from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
 from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
-from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES
+from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, EXPERT_AXIS
 from megafx.placements.types import Placement
 from megafx.runtime.again import Again
 from megafx.runtime.cache_shard import CacheShard
@@ -114,7 +114,10 @@ class BoundGraph:
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
         lines = (
-            [f"{what}: {', '.join(names)}" for what, names in schedule(program, (*DATA_AXES, CONTEXT_AXIS))]
+            [
+                f"{what}: {', '.join(names)}"
+                for what, names in schedule(program, (*DATA_AXES, CONTEXT_AXIS, EXPERT_AXIS))
+            ]
             if batch
             else []
         )
