@@ -44,6 +44,7 @@ from megafx.ir.program import (
     inherit,
     is_floating,
     located,
+    number_sizes,
     recompute_val,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
@@ -116,6 +117,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     _free_of_strides(program)
     own_gradients(program, NAME)
     program.graph.eliminate_dead_code()
+    number_sizes(program.graph)
     _finish_meta(program)
     program.gm.recompile()
     program.phase = ENSURES
