@@ -27,6 +27,15 @@ import megafx
 MODES = ("megafx-ddp", "megafx-zero1", "megafx-fsdp", "ddp", "fully_shard")
 
 
+def start(tiny: bool) -> torch.device:
+    """Join the ranks; this one's device: a GPU, or the CPU where models are tiny."""
+    device = torch.device("cpu") if tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if not tiny:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if tiny else "nccl")
+    return device
+
+
 def prepared(mode: str, model: Any, call: dict[str, torch.Tensor]) -> Any:
     """The model as the mode runs it."""
     if mode.startswith("megafx-"):
@@ -106,11 +115,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    device = torch.device("cpu")
-    if not args.tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.tiny else "nccl")
+    device = start(args.tiny)
     shape = TINY if args.tiny else SHAPES["llama"] | {"batch": args.batch, "layers": args.layers}
     for mode in args.modes.split(","):
         text = run(mode, shape, args, device)

@@ -16,7 +16,7 @@ step's collectives during which no other kernel runs, from one profiled step of 
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from data_parallel import collectives_of
+from data_parallel import collectives_of, start
 from torch.distributed.fsdp import fully_shard
 
 import megafx
@@ -102,11 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    device = torch.device("cpu")
-    if not args.tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.tiny else "nccl")
+    device = start(args.tiny)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     steps: dict[str, Callable[[int], torch.Tensor]] = {}
     losses: dict[str, float] = {}
@@ -137,7 +133,7 @@ def main() -> None:
     first = statistics.median(times[next(iter(times))])
     for mode, step in steps.items():
         ms = statistics.median(times[mode])
-        more = "" if args.tiny else f", {collectives_of(lambda step=step: step(0))}"  # type: ignore[misc]
+        more = "" if args.tiny else f", {collectives_of(functools.partial(step, 0))}"
         say(f"{mode:18s} {ms:.1f} ms, {ms / first:.2f} of the first{more}", flush=True)
     dist.destroy_process_group()
 

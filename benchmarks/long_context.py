@@ -15,7 +15,6 @@ predicted: by megafx.predict_memory.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from data_parallel import start
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import megafx
@@ -84,9 +85,14 @@ def of_torch(model: nn.Module, x: Tensor) -> Step:
 
     set_rotate_method("allgather")
     ranks = dist.get_world_size()
-    mesh = dist.init_device_mesh(x.device.type, (ranks,), mesh_dim_names=("cp",))  # type: ignore[attr-defined]  # it is there
+    mesh = init_device_mesh(x.device.type, (ranks,), mesh_dim_names=("cp",))
+
+    def add_up(p: Tensor) -> None:
+        assert p.grad is not None
+        dist.all_reduce(p.grad)
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type,return-value]
+        p.register_post_accumulate_grad_hook(add_up)
 
     def step() -> Tensor:
         mine = x.clone()
@@ -108,11 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    device, dtype = torch.device("cpu"), torch.float64
-    if not args.tiny:
-        device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), torch.bfloat16
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.tiny else "nccl")
+    device, dtype = start(args.tiny), torch.float64 if args.tiny else torch.bfloat16
     ranks, rank = dist.get_world_size(), dist.get_rank()
     say: Callable[..., None] = print if rank == 0 else lambda *_, **__: None
     sizes, tokens = ((4096, 32, 8, 14336), args.tokens) if not args.tiny else ((16, 4, 2, 24), 16)

@@ -45,6 +45,7 @@ JOINED = {
     EXPERT_GRADIENT_AXIS: (REPLICA_AXIS, SAME_EXPERTS_AXIS, CONTEXT_AXIS),
 }
 DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
+OUTER_AXES = (*DATA_AXES, CONTEXT_AXIS, EXPERT_AXIS)  # all but the tensor-parallel one
 
 
 def inner_ranks(axis: str, t: int, context: int) -> int:

@@ -16,7 +16,7 @@ from megafx.analysis.communication import Communication
 from megafx.analysis.memory import Memory
 from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note, Program
-from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES
+from megafx.placements.data_axis import OUTER_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX, folded_name
@@ -141,7 +141,7 @@ class Report:
         if self.emitted is not None:
             for c in self.emitted:
                 yield (
-                    f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in (*DATA_AXES, CONTEXT_AXIS) else ""),
+                    f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in OUTER_AXES else ""),
                     c.bytes_moved,
                 )
             return

@@ -34,7 +34,7 @@ from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
 from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
-from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, EXPERT_AXIS
+from megafx.placements.data_axis import OUTER_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.again import Again
 from megafx.runtime.cache_shard import CacheShard
@@ -113,14 +113,8 @@ class BoundGraph:
         batch = program.batch
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
-        lines = (
-            [
-                f"{what}: {', '.join(names)}"
-                for what, names in schedule(program, (*DATA_AXES, CONTEXT_AXIS, EXPERT_AXIS))
-            ]
-            if batch
-            else []
-        )
+        scheduled = schedule(program, OUTER_AXES) if batch else []
+        lines = [f"{what}: {', '.join(names)}" for what, names in scheduled]
         lines += ["one dropout mask for all: "] if self.one_mask else []
         lines += [x for x in about.splitlines() if x.startswith(AUTOCAST)] if lines else []
         self.schedule = "\n".join(lines)

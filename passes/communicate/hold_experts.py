@@ -22,7 +22,7 @@ from torch import fx
 from megafx.ir.contracts import is_transition
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.placements.types import Layout, Placement, S
+from megafx.placements.types import R, experts_held
 from megafx.planner.context import Planner
 
 REQUIRES = (Phase.LOCAL, Phase.JOINT)
@@ -48,14 +48,10 @@ def hold_experts(program: Program, planner: Planner) -> int:
     return len(held)
 
 
-def _ends(experts: int, ranks: int) -> Placement:
-    return S(0, Layout.contiguous(experts, ranks))
-
-
 def _hold(program: Program, node: fx.Node, ranks: int) -> bool:
     """The parameter becomes this rank's part. True if some of its readers need all of it."""
     value = node.meta[VAL]
-    part = _ends(int(value.shape[0]), ranks)
+    part = experts_held(R, value.shape, 1, ranks)
     users = [*node.users]
     cuts = [u for u in users if is_transition(u, EXPERT_AXIS) and u.args[1:3] == ("R", "S0")]
     with program.fake_mode:
@@ -78,9 +74,9 @@ def _hold(program: Program, node: fx.Node, ranks: int) -> bool:
 def _own(program: Program, gradient: fx.Node, ranks: int, held: str) -> fx.Node:
     """A gradient of all experts -> that of this rank's. held: P, or R where the ranks have zeros for each other's experts."""
     if held == "R" and is_transition(gradient, EXPERT_AXIS) and gradient.args[1:3] == ("S0", "P"):
-        return gradient.args[0]  # type: ignore[return-value]
+        return gradient.all_input_nodes[0]
     build = Builder(program, gradient.next, gradient, NAME)
     if held == "R" and gradient.target is aten.add.Tensor and len(gradient.all_input_nodes) == 2:
         return build(aten.add.Tensor, *(_own(program, a, ranks, held) for a in gradient.all_input_nodes))
-    part = _ends(int(gradient.meta[VAL].shape[0]), ranks)
+    part = experts_held(R, gradient.meta[VAL].shape, 1, ranks)
     return build(ops.transition.default, gradient, held, part.tag, [], list(part.flat_layout), EXPERT_AXIS, ranks)

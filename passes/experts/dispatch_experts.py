@@ -10,7 +10,7 @@ After:   %p = places_of(%ids, 2, 4, 2); %n = count_received(%ends, %p, 4, 2, 'ep
          %h = grouped_mm(%x, %u, %e); %y = grouped_mm(relu(%h), %d, %e)
          %z = mul(%y, dispatch_rows(%weights, %p, %s, %r, 2, True, 'ep'))
          %out = combine_rows(%z, %p, %s, %r, 2, False, 'ep')                             # each token's sum
-Legal because: what stands between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
+Legal because: what lies between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
 the same wherever it is computed. A rank takes its experts of the weights; the others' gradients are theirs.
 
 What travels is as little as can be: the tokens that the first products take, once to each rank that has an expert of theirs,
@@ -23,7 +23,7 @@ Source: Lepikhin et al. 2020 (GShard, 2006.16668); Megatron's `expert_model_para
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ from megafx.ir.sizes import RowCount, SizeEmitter
 from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
 from megafx.passes.experts.expert_units import GROUPED
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.placements.types import Layout, R, S
+from megafx.placements.types import Layout, R, experts_held
 from megafx.planner.context import Planner
 from megafx.rules.families import VIEWS
 
@@ -99,16 +99,17 @@ class _OwnExperts:
         """[experts, ...] -> [experts here, ...], for a node to read: of the parameter that it is a view or a cast of."""
         if weight not in self.made:
             if weight not in self.params and _keeps_experts(weight):
-                source = self.part(weight.args[0], weight)  # type: ignore[arg-type]
+                source, *others = weight.args
+                target: Any = weight.target
                 build = Builder(self.program, weight, weight, NAME)
-                self.made[weight] = build(weight.target, source, *weight.args[1:], **weight.kwargs)  # type: ignore[arg-type]
+                self.made[weight] = build(target, self.part(cast(fx.Node, source), weight), *others, **weight.kwargs)
             else:
                 self.made[weight] = self._cut(weight, user)
         return self.made[weight]
 
     def _cut(self, weight: fx.Node, user: fx.Node) -> fx.Node:
         where = SizeEmitter(self.program.graph, self.program.sizes).anchor if weight in self.params else weight.next
-        experts = S(0, Layout.contiguous(int(weight.meta[VAL].shape[0]), self.ranks))
+        experts = experts_held(R, weight.meta[VAL].shape, 1, self.ranks)
         ends: Any = (R.tag, experts.tag, [], list(experts.flat_layout), EXPERT_AXIS, self.ranks)
         made = Builder(self.program, where, user, NAME)(ops.transition.default, weight, *ends)
         if weight in self.params:
@@ -136,13 +137,13 @@ def _keeps_experts(node: fx.Node) -> bool:
     """Whether a node is a view or a cast of its operand with the same first dim."""
     if node.op != "call_function" or not node.args:
         return False
-    source, args = node.args[0], node.args
+    args: Any = node.args
     if node.target is aten.transpose.int:
         n = node.meta[VAL].dim()
-        return 0 not in (int(args[1]) % n, int(args[2]) % n)  # type: ignore[arg-type]
+        return 0 not in (args[1] % n, args[2] % n)
     if node.target is aten.permute.default:
-        return bool(args[1][0] == 0)  # type: ignore[index]
-    return node.target in _SAME and isinstance(source, fx.Node)
+        return bool(args[1][0] == 0)
+    return node.target in _SAME and isinstance(args[0], fx.Node)
 
 
 class _Mixture:
@@ -152,7 +153,8 @@ class _Mixture:
 
     def __init__(self, program: Program, order: fx.Node, own: _OwnExperts) -> None:
         self.program, self.order, self.own = program, order, own
-        self.ids: Any = order.args[0]
+        given: Any = order.args
+        self.ids, self.experts = given
         self.rows = program.sizes.shape(order.meta[VAL])[0]
         self.sorted: dict[fx.Node, None] = {}
         self.products: list[fx.Node] = []
@@ -204,9 +206,8 @@ class _Mixture:
         else:
             return False
         by = behind(by, _SAME)
-        experts = int(self.order.args[1])  # type: ignore[arg-type]
         of_rows = by.target is ops.group_rows.default and by.args[:2] == (self.ids, self.order)
-        return bool(of_rows and source not in self.sorted and source.meta[VAL].shape[0] == experts)
+        return bool(of_rows and source not in self.sorted and source.meta[VAL].shape[0] == self.experts)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """Operands that have the sorted rows."""
@@ -236,7 +237,7 @@ class _Mixture:
     # -- the ops in their place
 
     def write(self, size: str) -> None:
-        first, experts = next(iter(self.moved)), int(self.order.args[1])  # type: ignore[arg-type]
+        first, experts = next(iter(self.moved)), self.experts
         here, ranks, choices = self.own.here(experts), self.own.ranks, self.choices
         build = Builder(self.program, first, self.products[0], NAME)
         ends = self.products[0].args[2]
@@ -269,8 +270,9 @@ class _Mixture:
             return build(GROUPED, self._here(args[0], build), self.own.part(args[1], node), self.ends)
         if node in self.lookups:
             return build(aten.index_select.default, self.own.part(args[0], node), 0, self._numbers(build))
+        target: Any = node.target
         given = fx.map_arg((node.args, node.kwargs), lambda a: self._argument(a, node, build))
-        return build(node.target, *given[0], **given[1])  # type: ignore[arg-type]
+        return build(target, *given[0], **given[1])
 
     def _argument(self, given: fx.Node, node: fx.Node, build: Builder) -> Any:
         value = given.meta[VAL]
@@ -295,9 +297,12 @@ class _Mixture:
         if value in self.made:
             return self.made[value]
         if value not in self.arrived:
-            source, times = self._taken(value) if self._is_taken(value) else (None, 1)
-            if source is None:  # computed of sorted rows
-                source = build(ops.ungroup_rows.default, value, self.order)
+            source, times = self._taken(value) if self._is_taken(value) else (value, 0)
+            if times not in (
+                1,
+                self.choices,
+            ):  # computed of sorted rows, or rows of which each is another number of choices
+                source, times = build(ops.ungroup_rows.default, value, self.order), 1
             self.arrived[value] = build(ops.dispatch_rows.default, source, *self._ways(times != self.choices))
         return self.arrived[value]
 

@@ -119,6 +119,21 @@ def all_to_one(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
     return put_back(of, x, weights, torch.topk(x.new_zeros(x.shape[0], EXPERTS) + torch.arange(EXPERTS), 1)[1])
 
 
+def halves(of: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Four experts a token, of which two get one half of it each: rows of which as many in turn are alike as are no choices."""
+    weights, of_token = of.router(x).softmax(-1).topk(4)
+    ids = of_token.flatten()
+    order, ends = ids.argsort(stable=True), F.one_hot(ids, EXPERTS).sum(0).cumsum(0)
+    parts = torch.stack([x, 2 * x], 1).flatten(0, 1)
+    y = of.unit(parts[order // 2], ends) + x[order // 4]
+    return (y[order.argsort()].view(-1, 4, HIDDEN) * weights[..., None]).sum(1)
+
+
+def test_rows_that_are_neither_tokens_nor_choices() -> None:
+    verdict = verified(Model(halves), {"dp": 2})
+    assert verdict, str(verdict)
+
+
 def test_experts_without_tokens() -> None:
     verdict = verified(Model(all_to_one), {"dp": 2})
     assert verdict, str(verdict)
