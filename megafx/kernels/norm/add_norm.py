@@ -27,12 +27,7 @@ from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common.draw import DRAW, Draw, check_draw, draws
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout import bias_dropout_add as separate
-from megafx.kernels.norm.norms import Norm, check_norm, norm_gradients, normalize, vector_like
-
-
-def norm_of(rms: bool, weight: Tensor | None, first: Any, second: Any) -> Norm:
-    """Of the ops' arguments: (norm_bias, eps) of layer_norm, (eps, offset) of rms_norm."""
-    return Norm(weight, None, first, second, True) if rms else Norm(weight, first, second, 0.0, False)
+from megafx.kernels.norm.norms import Norm, check_norm, fill, norm_gradients, norm_of, normalize, vector_like
 
 
 def check_add_norm(x: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, draw: Draw) -> None:
@@ -70,9 +65,7 @@ def add_norm_backward_reference(
     if grad_h is not None:
         d = d + grad_h.to(compute)
     dx = separate.dropped_reference(d, draw)
-    for output, value in zip(outputs, (d, dx, dweight, dnorm_bias, separate.rows_summed(dx)), strict=True):
-        if output.shape == value.shape:
-            output.copy_(value)
+    fill(outputs, (d, dx, dweight, dnorm_bias, separate.rows_summed(dx)))
     return outputs
 
 

@@ -18,6 +18,8 @@ Ba, Kiros, Hinton 2016 (1607.06450); Zhang, Sennrich 2019 (1910.07467).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,11 @@ class Norm(NamedTuple):
     eps: float
     offset: float
     rms: bool
+
+
+def norm_of(rms: bool, weight: Tensor | None, first: Any, second: Any) -> Norm:
+    """Of the ops' arguments: (bias, eps) of layer_norm, (eps, offset) of rms_norm."""
+    return Norm(weight, None, first, second, True) if rms else Norm(weight, first, second, 0.0, False)
 
 
 def check_norm(name: str, x: Tensor, *vectors: Tensor | None) -> None:
@@ -76,41 +83,66 @@ def norm_gradients(
     return dx * rstd[..., None], rows_summed(grad * unit), rows_summed(grad)
 
 
-def _wanted(sums: Tensor, wanted: bool, like: Tensor | None) -> Tensor:
-    dtype = sums.dtype if like is None else like.dtype
-    return sums.to(dtype, copy=True) if wanted else sums.new_empty(0, dtype=dtype)
-
-
-# -- layer_norm
-
-
-def layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("layer_norm", x, weight, bias)
-    y, mean, rstd = normalize(x.to(wide(x.dtype)), Norm(weight, bias, eps, 0.0, False))
-    assert mean is not None
-    return y.to(x.dtype), mean, rstd
-
-
-def layer_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_weight: bool, want_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = wide(x.dtype)
-    dx, dweight, dbias = norm_gradients(grad.to(dtype), x.to(dtype), weight, mean, rstd, 0.0)
-    return dx.to(x.dtype).contiguous(), _wanted(dweight, want_weight, weight), _wanted(dbias, want_bias, weight)
-
-
-def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    check_norm("layer_norm", x, weight, bias)
-    statistic = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
-    return new_like(x), statistic, torch.empty_like(statistic)
-
-
 def vector_like(x: Tensor, weight: Tensor | None, wanted: bool) -> Tensor:
     """An empty gradient of a vector [H]; [0] where it is not wanted. Its dtype: the weight's; without one, statistics'."""
     dtype = wide(x.dtype) if weight is None else weight.dtype
     return torch.empty(x.shape[-1:] if wanted else (0,), dtype=dtype, device=x.device)
+
+
+def fill(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Round values to the dtypes of the outputs; [0] is left as it is."""
+    for output, value in zip(outputs, values, strict=True):
+        if output.shape == value.shape:
+            output.copy_(value)
+
+
+def forward_reference(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
+    y, mean, rstd = normalize(x.to(wide(x.dtype)), norm)
+    return y.to(x.dtype), mean, rstd
+
+
+def backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float,
+    outputs: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Fills dx, dweight, dbias."""
+    dtype = wide(x.dtype)
+    fill(outputs, norm_gradients(grad.to(dtype), x.to(dtype), weight, mean, rstd, offset))
+
+
+# -- the arguments of the two ops, and of their backward, for one function that serves both
+
+
+def call_forward(rms: bool, run: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """run: as `forward_reference`. args: of the op. -> y, mean (of layer_norm), rstd."""
+    x, weight, first, second = args
+    norm = norm_of(rms, weight, first, second)
+    check_norm("rms_norm" if rms else "layer_norm", x, weight, norm.bias)
+    return tuple(t for t in run(x, norm) if t is not None)
+
+
+def call_backward(rms: bool, run: Callable[..., None], *args: Any) -> tuple[Tensor, ...]:
+    """run: as `backward_reference`. args: of the op. -> dx, dweight, dbias (of layer_norm)."""
+    grad, x, weight, *rest = args
+    mean, rstd, offset, *wanted = (None, *rest, False) if rms else (*rest[:2], 0.0, *rest[2:])
+    outputs = new_like(x), *(vector_like(x, weight, w) for w in wanted)
+    run(grad, x, weight, mean, rstd, offset, outputs)
+    return outputs[:2] if rms else outputs
+
+
+layer_norm_reference = partial(call_forward, False, forward_reference)
+layer_norm_backward_reference = partial(call_backward, False, backward_reference)
+rms_norm_reference = partial(call_forward, True, forward_reference)
+rms_norm_backward_reference = partial(call_backward, True, backward_reference)
+
+
+def _fake(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide(x.dtype)) for _ in range(2))
+    return new_like(x), None if norm.rms else mean, rstd
+
+
+def _backward_fake(*_: Any) -> None:
+    pass
 
 
 define_composite(
@@ -127,7 +159,7 @@ define_op(
     reference=layer_norm_reference,
     triton="norm.norms_launch:layer_norm_forward",
     largest=(0,),
-    fake=_layer_norm_fake,
+    fake=partial(call_forward, False, _fake),
 )
 define_op(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, bool want_bias)"
@@ -138,50 +170,8 @@ define_op(
     reference=layer_norm_backward_reference,
     triton="norm.norms_launch:layer_norm_backward",
     largest=(0,),
-    fake=lambda grad, x, weight, mean, rstd, *wanted: (new_like(x), *(vector_like(x, weight, w) for w in wanted)),
+    fake=partial(call_backward, False, _backward_fake),
 )
-
-
-def _layer_norm_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, _ = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, *output[1:])
-
-
-def _layer_norm_gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return None, None, None, None
-    want_weight, want_bias = ctx.needs_input_grad[1:3]
-    dx, dw, db = torch.ops.megafx.layer_norm_backward(grad, *ctx.saved_tensors, want_weight, want_bias)
-    return dx, dw if want_weight else None, db.to(ctx.bias_dtype) if want_bias else None, None
-
-
-define_gradient("layer_norm_forward", _layer_norm_gradient, _layer_norm_saves)
-
-# -- rms_norm
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    check_norm("rms_norm", x, weight)
-    y, _, rstd = normalize(x.to(wide(x.dtype)), Norm(weight, None, eps, offset, True))
-    return y.to(x.dtype), rstd
-
-
-def rms_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, want_weight: bool
-) -> tuple[Tensor, Tensor]:
-    dtype = wide(x.dtype)
-    dx, dweight, _ = norm_gradients(grad.to(dtype), x.to(dtype), weight, None, rstd, offset)
-    return dx.to(x.dtype).contiguous(), _wanted(dweight, want_weight, weight)
-
-
-def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    check_norm("rms_norm", x, weight)
-    return new_like(x), x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
-
-
 define_composite(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
     rule="nl: ... c!, c! -> ... c!",
@@ -196,7 +186,7 @@ define_op(
     reference=rms_norm_reference,
     triton="norm.norms_launch:rms_norm_forward",
     largest=(0,),
-    fake=_rms_norm_fake,
+    fake=partial(call_forward, True, _fake),
 )
 define_op(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, float offset, bool want_weight)"
@@ -206,23 +196,30 @@ define_op(
     reference=rms_norm_backward_reference,
     triton="norm.norms_launch:rms_norm_backward",
     largest=(0,),
-    fake=lambda grad, x, weight, rstd, offset, want_weight: (new_like(x), vector_like(x, weight, want_weight)),
+    fake=partial(call_backward, True, _backward_fake),
 )
 
 
-def _rms_norm_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.offset = inputs
-    ctx.mark_non_differentiable(output[1])
+def _saves(rms: bool, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, first, second = inputs
+    norm = norm_of(rms, weight, first, second)
+    ctx.offset, ctx.bias_dtype = norm.offset, None if norm.bias is None else norm.bias.dtype
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, output[1])
+    ctx.save_for_backward(x, weight, *output[1:])
 
 
-def _rms_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _gradient(rms: bool, ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, None
-    want_weight = ctx.needs_input_grad[1]
-    dx, dw = torch.ops.megafx.rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset, want_weight)
-    return dx, dw if want_weight else None, None, None
+    want_weight, want_bias = ctx.needs_input_grad[1], not rms and ctx.needs_input_grad[2]
+    ops, given, db = torch.ops.megafx, (grad, *ctx.saved_tensors), None
+    if rms:
+        dx, dw = ops.rms_norm_backward(*given, ctx.offset, want_weight)
+    else:
+        dx, dw, db = ops.layer_norm_backward(*given, want_weight, want_bias)
+    return dx, dw if want_weight else None, db.to(ctx.bias_dtype) if want_bias else None, None
 
 
-define_gradient("rms_norm_forward", _rms_norm_gradient, _rms_norm_saves)
+define_gradient("layer_norm_forward", partial(_gradient, False), partial(_saves, False))
+define_gradient("rms_norm_forward", partial(_gradient, True), partial(_saves, True))

@@ -19,7 +19,7 @@ from megafx.kernels.common.maxima_triton import asked
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import power_of_2
 from megafx.kernels.dropout.bias_dropout_add_triton import column_sums
-from megafx.kernels.norm.norms import Norm, check_norm, vector_like
+from megafx.kernels.norm.norms import Norm, call_backward, call_forward
 from megafx.kernels.norm.norms_triton import norm_backward, norm_forward
 
 
@@ -191,34 +191,17 @@ def run_backward(
         column_sums(partial, sums)
 
 
-def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("layer_norm", x, weight, bias)
-    _, y, mean, rstd = run_forward(x, Norm(weight, bias, eps, 0.0, False))
-    assert mean is not None
-    return y, mean, rstd
+def _forward(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
+    return run_forward(x, norm)[1:]
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    check_norm("rms_norm", x, weight)
-    _, y, _, rstd = run_forward(x, Norm(weight, None, eps, offset, True))
-    return y, rstd
+def _backward(*args: Any) -> None:
+    *given, (dx, dweight, dbias) = args
+    none = dx.new_empty(0)
+    run_backward(*given, (dx, none, dweight, dbias, none))
 
 
-def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_weight: bool, want_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = new_like(x), vector_like(x, weight, want_weight), vector_like(x, weight, want_bias)
-    none = x.new_empty(0)
-    run_backward(grad, x, weight, mean, rstd, 0.0, (dx, none, dweight, dbias, none))
-    return dx, dweight, dbias
-
-
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, want_weight: bool
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = new_like(x), vector_like(x, weight, want_weight)
-    none = x.new_empty(0)
-    run_backward(grad, x, weight, None, rstd, offset, (dx, none, dweight, none, none))
-    return dx, dweight
+layer_norm_forward = functools.partial(call_forward, False, _forward)
+rms_norm_forward = functools.partial(call_forward, True, _forward)
+layer_norm_backward = functools.partial(call_backward, False, _backward)
+rms_norm_backward = functools.partial(call_backward, True, _backward)
