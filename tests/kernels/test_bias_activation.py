@@ -155,20 +155,20 @@ def triton_checks():
         for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
             for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
                 x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
-                same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
-                same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
+                same(ours.bias_act(x, b, act), plain.x_reference(False, x, b, act), (act, shape))
+                same(ours.bias_act(x, None, act), plain.x_reference(False, x, None, act), (act, shape))
                 for bias in (None, b):
                     args = g, x, bias, act
                     found = ours.bias_act_backward(*args, False)
-                    same(found, plain.bias_act_backward_reference(*args, False), (act, shape))
+                    same(found, plain.x_backward_reference(False, *args, False), (act, shape))
                     *again, y = ours.bias_act_backward(*args, True)
                     assert all(map(torch.equal, found, again)) and torch.equal(y, ours.bias_act(x, bias, act))
         x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
-        same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
+        same(ours.bias_act(x, b, "silu"), plain.x_reference(False, x, b, "silu"), "strided")
         x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
         g = rand(33, dtype=dtype).expand(4, 3, 33)
         for args, what in (((x, x, b, "silu", True), "halves"), ((g, x, b, "relu", False), "expanded")):
-            same(ours.bias_act_backward(*args), plain.bias_act_backward_reference(*args), what)
+            same(ours.bias_act_backward(*args), plain.x_backward_reference(False, *args), what)
     u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=DEVICE)
     for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
         y, dx = ours.bias_act(u, None, act), ours.bias_act_backward(torch.ones_like(u), u, None, act, False)[0]
@@ -178,7 +178,7 @@ def triton_checks():
         assert y[7].isnan() and dx[7].isnan()
     tail = torch.linspace(-5, -2, 500, device=DEVICE).half()  # where 1 + erf cancels
     u = tail.double()
-    exact_tanh = plain.bias_act_reference(u, None, "gelu_tanh")
+    exact_tanh = plain.x_reference(False, u, None, "gelu_tanh")
     for act, exact in (("gelu", u * torch.special.log_ndtr(u).exp()), ("gelu_tanh", exact_tanh)):
         torch.testing.assert_close(ours.bias_act(tail, None, act).double(), exact, rtol=1e-3, atol=1e-7)
 

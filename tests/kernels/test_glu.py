@@ -114,15 +114,15 @@ def triton_checks():
                     *again, y = ours.glu_backward(g, gate, up, act, True)  # bit for bit
                     assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu(gate, up, act)), what
                 for bias in (None, b):
-                    same(ours.glu_packed(x, bias, act), plain.glu_packed_reference(x, bias, act), what)
+                    same(ours.glu_packed(x, bias, act), plain.x_reference(True, x, bias, act), what)
                     found = ours.glu_packed_backward(g, x, bias, act, False)
-                    same(found, plain.glu_packed_backward_reference(g, x, bias, act, False), what)
+                    same(found, plain.x_backward_reference(True, g, x, bias, act, False), what)
                     *again, y = ours.glu_packed_backward(g, x, bias, act, True)
                     assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu_packed(x, bias, act)), what
         x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
-        same(ours.glu_packed(x, None, "silu"), plain.glu_packed_reference(x, None, "silu"), "rows with a stride")
+        same(ours.glu_packed(x, None, "silu"), plain.x_reference(True, x, None, "silu"), "rows with a stride")
         args = g, x, None, "silu", False
-        same(ours.glu_packed_backward(*args), plain.glu_packed_backward_reference(*args), "expanded")
+        same(ours.glu_packed_backward(*args), plain.x_backward_reference(True, *args), "expanded")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -24,7 +24,6 @@ CPU and fp64: the plain torch below. CUDA: activation_triton.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,35 +116,39 @@ def _glu_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Te
     return activation_gradient(grad * up, gate, act), grad * activation(gate, act)
 
 
-def half(x: Tensor) -> Tensor:
-    """An empty contiguous [..., H] for a packed [..., 2H]."""
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+def like(packed: bool, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty result of bias_act, or of glu_packed: contiguous [..., H], of x's dtype or another."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_bias_act(x, bias, act)
-    return activation(_sum(x, bias), act).to(x.dtype).contiguous()
+def check_x(packed: bool, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """Check a call of bias_act, or of glu_packed; -> x."""
+    return (check_glu_packed if packed else check_bias_act)(x, bias, act)
+
+
+def x_reference(packed: bool, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """bias_act, or glu_packed."""
+    u = _sum(check_x(packed, x, bias, act), bias)
+    gate, *up = u.chunk(2, -1) if packed else (u,)
+    y = activation(gate, act)
+    return (y * up[0] if packed else y).to(x.dtype).contiguous()
+
+
+def x_backward_reference(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    d, u = grad.to(wide(x.dtype)), _sum(x, bias)
+    dx = torch.cat(_glu_gradients(d, *u.chunk(2, -1), act), -1) if packed else activation_gradient(d, u, act)
+    dbias = x.new_empty(0) if bias is None else rows_summed(dx).to(bias.dtype)
+    y = x_reference(packed, x, bias, act) if want_output else x.new_empty(0)
+    return dx.to(x.dtype).contiguous(), dbias, y
 
 
 def glu_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
     check_glu(gate, up, act)
     dtype = wide(gate.dtype)
     return (activation(gate.to(dtype), act) * up.to(dtype)).to(gate.dtype).contiguous()
-
-
-def glu_packed_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_glu_packed(x, bias, act)
-    gate, up = _sum(x, bias).chunk(2, -1)
-    return (activation(gate, act) * up).to(x.dtype).contiguous()
-
-
-def bias_act_backward_reference(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    du = activation_gradient(grad.to(wide(x.dtype)), _sum(x, bias), act)
-    dbias = x.new_empty(0) if bias is None else rows_summed(du).to(bias.dtype)
-    y = bias_act_reference(x, bias, act) if want_output else x.new_empty(0)
-    return du.to(x.dtype).contiguous(), dbias, y
 
 
 def glu_backward_reference(
@@ -157,20 +160,11 @@ def glu_backward_reference(
     return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous(), y
 
 
-def glu_packed_backward_reference(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = _sum(x, bias).chunk(2, -1)
-    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), gate, up, act), -1)
-    dbias = x.new_empty(0) if bias is None else rows_summed(dx).to(bias.dtype)
-    y = glu_packed_reference(x, bias, act) if want_output else x.new_empty(0)
-    return dx.to(x.dtype), dbias, y
-
-
-def cast_reference(backward: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A backward whose last result is cast. args: its own but for `want_output`, then `largest`."""
-    *given, largest = args
-    dx, dbias, y = backward(*given, True)
+def x_cast_reference(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward whose last result is cast."""
+    dx, dbias, y = x_backward_reference(packed, grad, x, bias, act, True)
     q, _, scale = quantize_reference(y.reshape(-1, y.shape[-1]), largest, -1, "e4m3", False, True, False)
     return dx, dbias, q.view(y.shape), scale
 
@@ -196,26 +190,80 @@ def _backward_rule(call: OpCall) -> RuleText:
     return RuleText(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
 
 
-define_op(
-    "bias_act(Tensor x, Tensor? bias, str act) -> Tensor",
-    rule="nl: ... h, h -> ... h",
-    samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
-    reference=bias_act_reference,
-    triton="activation.activation_triton:bias_act",
-    largest=(0,),
-    fake=lambda *args: new_like(check_bias_act(*args)),
-)
-define_op(
-    "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
-    " -> (Tensor dx, Tensor dbias, Tensor y)",
-    rule=_backward_rule,
-    samples=[(real(4, 6), real(4, 6), None, "silu", False), (real(4, 6), real(4, 6), real(6), "gelu_tanh", True)],
-    recompute="bias_act",
-    reference=bias_act_backward_reference,
-    triton="activation.activation_triton:bias_act_backward",
-    largest=(0,),
-    fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), new_like(x) if want else x.new_empty(0)),
-)
+def _cast_rule(call: OpCall) -> RuleText:
+    bias = call.get("bias") is not None
+    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
+    results = f"... {wide}; {wide if bias else '*'}; ~... h; ~"
+    return RuleText(f"nl[0]: ... h, ... {wide}, {wide}, ~ -> {results}", why=why, reads={2: (1, 2, 3), 3: (3,)})
+
+
+def _backward_fake(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return new_like(x), bias_like(x, bias), like(packed, x) if want_output else x.new_empty(0)
+
+
+def _cast_fake(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return new_like(x), bias_like(x, bias), like(packed, x, torch.uint8), torch.empty_like(largest)
+
+
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *operands, ctx.act = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _gradient(name: str, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, bias = ctx.saved_tensors
+    dx, dbias, _ = getattr(torch.ops.megafx, f"{name}_backward")(grad, x, bias, ctx.act, False)
+    return dx, None if bias is None else dbias, None
+
+
+def _glu_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dgate, dup, _ = torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, ctx.act, False)
+    return dgate, dup, None
+
+
+_LARGEST = SampleTensor((), "n", low=1)
+for _name, _packed, _wide, _n in (("bias_act", False, "h", 6), ("glu_packed", True, "(two h)", 12)):
+    _launcher = f"activation.activation_triton:{_name}"
+    define_op(
+        f"{_name}(Tensor x, Tensor? bias, str act) -> Tensor",
+        rule=f"nl: ... {_wide}, {_wide} -> ... h",
+        samples=[(real(4, 6, _n), real(_n), "gelu"), (real(4, _n), None, "relu2")],
+        reference=partial(x_reference, _packed),
+        triton=_launcher,
+        largest=(0,),
+        fake=lambda *args, packed=_packed: like(packed, check_x(packed, *args)),
+    )
+    define_op(
+        f"{_name}_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
+        " -> (Tensor dx, Tensor dbias, Tensor y)",
+        rule=_backward_rule,
+        samples=[
+            (real(4, 6), real(4, _n), None, "silu", False),
+            (real(4, 6), real(4, _n), real(_n), "gelu_tanh", True),
+        ],
+        recompute=_name,
+        reference=partial(x_backward_reference, _packed),
+        triton=f"{_launcher}_backward",
+        largest=(0,),
+        fake=partial(_backward_fake, _packed),
+    )
+    define_op(
+        f"{_name}_backward_cast(Tensor grad, Tensor x, Tensor? bias, str act, Tensor largest)"
+        " -> (Tensor dx, Tensor dbias, Tensor q, Tensor scale)",
+        rule=_cast_rule,
+        samples=[(real(4, 6), real(4, _n), bias, "gelu_quick", _LARGEST) for bias in (None, real(_n))],
+        reference=partial(x_cast_reference, _packed),
+        triton=f"{_launcher}_backward_cast",
+        largest=(0,),
+        ends=True,
+        fake=partial(_cast_fake, _packed),
+    )
+    define_gradient(_name, partial(_gradient, _name), _saves)
+
 define_op(
     "glu(Tensor gate, Tensor up, str act) -> Tensor",
     rule="nl[1]: ..., ... -> ...",
@@ -235,83 +283,4 @@ define_op(
     triton="activation.activation_triton:glu_backward",
     fake=lambda grad, gate, up, *how: (new_like(gate), new_like(up), new_like(gate) if how[1] else gate.new_empty(0)),
 )
-define_op(
-    "glu_packed(Tensor x, Tensor? bias, str act) -> Tensor",
-    rule="nl: ... (two h), (two h) -> ... h",
-    samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
-    reference=glu_packed_reference,
-    triton="activation.activation_triton:glu_packed",
-    largest=(0,),
-    fake=lambda *args: half(check_glu_packed(*args)),
-)
-define_op(
-    "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
-    " -> (Tensor dx, Tensor dbias, Tensor y)",
-    rule=_backward_rule,
-    samples=[(real(4, 6), real(4, 12), None, "silu", False), (real(4, 6), real(4, 12), real(12), "gelu_quick", True)],
-    recompute="glu_packed",
-    reference=glu_packed_backward_reference,
-    triton="activation.activation_triton:glu_packed_backward",
-    largest=(0,),
-    fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), half(x) if want else x.new_empty(0)),
-)
-
-
-def _cast_rule(call: OpCall) -> RuleText:
-    bias = call.get("bias") is not None
-    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
-    results = f"... {wide}; {wide if bias else '*'}; ~... h; ~"
-    return RuleText(f"nl[0]: ... h, ... {wide}, {wide}, ~ -> {results}", why=why, reads={2: (1, 2, 3), 3: (3,)})
-
-
-_LARGEST = SampleTensor((), "n", low=1)
-define_op(
-    "bias_act_backward_cast(Tensor grad, Tensor x, Tensor? bias, str act, Tensor largest)"
-    " -> (Tensor dx, Tensor dbias, Tensor q, Tensor scale)",
-    rule=_cast_rule,
-    samples=[(real(4, 6), real(4, 6), None, "silu", _LARGEST)],
-    reference=partial(cast_reference, bias_act_backward_reference),
-    triton="activation.activation_triton:bias_act_backward_cast",
-    largest=(0,),
-    ends=True,
-    fake=lambda grad, x, bias, act, largest: (
-        new_like(x), bias_like(x, bias), new_like(x, torch.uint8), torch.empty_like(largest)
-    ),
-)  # fmt: skip
-define_op(
-    "glu_packed_backward_cast(Tensor grad, Tensor x, Tensor? bias, str act, Tensor largest)"
-    " -> (Tensor dx, Tensor dbias, Tensor q, Tensor scale)",
-    rule=_cast_rule,
-    samples=[(real(4, 6), real(4, 12), real(12), "gelu_quick", _LARGEST)],
-    reference=partial(cast_reference, glu_packed_backward_reference),
-    triton="activation.activation_triton:glu_packed_backward_cast",
-    largest=(0,),
-    ends=True,
-    fake=lambda grad, x, bias, act, largest: (
-        new_like(x), bias_like(x, bias), new_like(half(x), torch.uint8), torch.empty_like(largest)
-    ),
-)  # fmt: skip
-
-
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *operands, ctx.act = inputs
-    ctx.save_for_backward(*operands)
-
-
-def _glu_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dgate, dup, _ = torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, ctx.act, False)
-    return dgate, dup, None
-
-
-def _gradient_with_bias(backward: Any) -> Any:
-    def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, bias = ctx.saved_tensors
-        dx, dbias, _ = backward(grad, x, bias, ctx.act, False)
-        return dx, None if bias is None else dbias, None
-
-    return gradient
-
-
-define_gradient("bias_act", _gradient_with_bias(torch.ops.megafx.bias_act_backward), _saves)
 define_gradient("glu", _glu_gradient, _saves)
-define_gradient("glu_packed", _gradient_with_bias(torch.ops.megafx.glu_packed_backward), _saves)

@@ -18,6 +18,7 @@ FAST takes the hardware's approximate reciprocal (1 ulp); off where there is no 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafx.kernels.activation.activation import check_bias_act, check_glu, check_glu_packed, half
+from megafx.kernels.activation.activation import check_glu, check_x, like
 from megafx.kernels.common.maxima_triton import asked, leave, magnitude
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import (
@@ -347,46 +348,37 @@ def _run_backward(
     return dgate.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 
 
-def _packed(x: Tensor, bias: Tensor | None, act: str) -> _Operands:
+def _of_x(packed: bool, x: Tensor, bias: Tensor | None, act: str) -> _Operands:
     rows = as_rows(x)
-    return _Operands(rows._replace(columns=rows.columns // 2), None, bias, act, True)
+    return _Operands(rows._replace(columns=rows.columns // 2) if packed else rows, None, bias, act, packed)
 
 
-def bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_bias_act(x, bias, act)
-    return _run_forward(new_like(x), _Operands(as_rows(x), None, bias, act, False))
+def _forward_of_x(packed: bool, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return _run_forward(like(packed, check_x(packed, x, bias, act)), _of_x(packed, x, bias, act))
 
 
-def bias_act_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
+def _backward_of_x(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, y = new_like(x), new_like(x) if want_output else None
-    dbias = _run_backward(grad, _Operands(as_rows(x), None, bias, act, False), dx, None, y)
+    dx, y = new_like(x), like(packed, x) if want_output else None
+    dbias = _run_backward(grad, _of_x(packed, x, bias, act), dx, None, y)
     return dx, dbias, x.new_empty(0) if y is None else y
 
 
-def bias_act_backward_cast(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
+def _cast_of_x(
+    packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _cast_backward(
-        grad, _Operands(as_rows(x), None, bias, act, False), new_like(x), new_like(x, torch.uint8), largest
-    )
-
-
-def glu_packed_backward_cast(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, largest: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _cast_backward(grad, _packed(x, bias, act), new_like(x), new_like(half(x), torch.uint8), largest)
-
-
-def _cast_backward(
-    grad: Tensor, operands: _Operands, dx: Tensor, q: Tensor, largest: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, q = new_like(x), like(packed, x, torch.uint8)
     scale = torch.empty((), dtype=torch.float32, device=dx.device)
     if not dx.numel():  # no kernel runs, but the scale is of all ranks
         scale = quantize(dx.view(-1, 1), largest, -1, "e4m3", False, True, False)[2]
-    dbias = _run_backward(grad, operands, dx, None, q, (largest, scale))
+    dbias = _run_backward(grad, _of_x(packed, x, bias, act), dx, None, q, (largest, scale))
     return dx, dbias, q, scale
+
+
+bias_act, glu_packed = (partial(_forward_of_x, packed) for packed in (False, True))
+bias_act_backward, glu_packed_backward = (partial(_backward_of_x, packed) for packed in (False, True))
+bias_act_backward_cast, glu_packed_backward_cast = (partial(_cast_of_x, packed) for packed in (False, True))
 
 
 def glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -398,16 +390,3 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, act: str, want_output: 
     dgate, dup, y = new_like(gate), new_like(up), new_like(gate) if want_output else None
     _run_backward(grad, _Operands(as_rows(gate), as_rows(up), None, act, True), dgate, dup, y)
     return dgate, dup, gate.new_empty(0) if y is None else y
-
-
-def glu_packed(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_glu_packed(x, bias, act)
-    return _run_forward(half(x), _packed(x, bias, act))
-
-
-def glu_packed_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, y = new_like(x), half(x) if want_output else None
-    dbias = _run_backward(grad, _packed(x, bias, act), dx, None, y)
-    return dx, dbias, x.new_empty(0) if y is None else y
