@@ -128,8 +128,8 @@ def triton_checks():
                     )
                     args = (cos.to(device), sin.to(device), interleaved, per_pair)
                     for one, two in (("rope", "rope_qk"), ("rope_backward", "rope_qk_backward")):
-                        reference = getattr(plain, one + "_reference")
-                        expected = [reference(x, cos, sin, interleaved, per_pair) for x in (q, k)]
+                        back = one == "rope_backward"
+                        expected = [plain.rope_reference(x, cos, sin, interleaved, per_pair, back=back) for x in (q, k)]
                         found = getattr(fast, two)(q.to(device), k.to(device), *args)
                         found = [*found, getattr(fast, one)(q.to(device), *args)]
                         for a, b in zip(found, [*expected, expected[0]], strict=True):

@@ -77,15 +77,8 @@ def rope_reference(x: Tensor, *given: Any, back: bool = False) -> Tensor:
     return torch.empty_like(x).copy_(torch.cat((turned, x[..., rotated:].to(dtype)), -1))
 
 
-rope_backward_reference = functools.partial(rope_reference, back=True)
-
-
-def rope_qk_reference(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return rope_reference(q, *given), rope_reference(k, *given)
-
-
-def rope_qk_backward_reference(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return rope_backward_reference(dq, *given), rope_backward_reference(dk, *given)
+def both_reference(q: Tensor, k: Tensor, *given: Any, back: bool = False) -> tuple[Tensor, Tensor]:
+    return rope_reference(q, *given, back=back), rope_reference(k, *given, back=back)
 
 
 def _rule_of_both(call: OpCall) -> str | None:
@@ -107,42 +100,30 @@ def _rule_of_both(call: OpCall) -> str | None:
 
 _TABLES = "Tensor cos, Tensor sin, bool interleaved, bool per_pair"
 
-define_op(
-    f"rope(Tensor x, {_TABLES}) -> Tensor",
-    rule="lin[0]: ... d!, ~... r!, ~... r! -> ... d!",
-    samples=[
-        (real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False),
-        (real(4, 6, 6), fixed(6, 2), fixed(6, 2), True, True),
-    ],
-    reference=rope_reference,
-    triton="attention.rope_triton:rope",
-    fake=lambda x, *_: torch.empty_like(x),
-)
-define_op(
-    f"rope_backward(Tensor grad, {_TABLES}) -> Tensor",
-    rule="lin[0]: ... d!, ~... r!, ~... r! -> ... d!",
-    samples=[(real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False)],
-    reference=rope_backward_reference,
-    triton="attention.rope_triton:rope_backward",
-    fake=lambda x, *_: torch.empty_like(x),
-)
-# Heads of q and k differ in number (grouped queries), and in place by layout.
-define_op(
-    f"rope_qk(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
-    rule=_rule_of_both,
-    samples=[(real(2, 8, 6, 4), real(2, 4, 6, 4), fixed(1, 1, 6, 4), fixed(1, 1, 6, 4), False, False)],
-    reference=rope_qk_reference,
-    triton="attention.rope_triton:rope_qk",
-    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
-)
-define_op(
-    f"rope_qk_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
-    rule=_rule_of_both,
-    samples=[(real(2, 6, 4, 4), real(2, 6, 4, 4), fixed(6, 1, 2), fixed(6, 1, 2), True, True)],
-    reference=rope_qk_backward_reference,
-    triton="attention.rope_triton:rope_qk_backward",
-    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
-)
+for _name, _back in (("", False), ("_backward", True)):
+    define_op(
+        f"rope{_name}(Tensor x, {_TABLES}) -> Tensor",
+        rule="lin[0]: ... d!, ~... r!, ~... r! -> ... d!",
+        samples=[
+            (real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False),
+            (real(4, 6, 6), fixed(6, 2), fixed(6, 2), True, True),
+        ],
+        reference=functools.partial(rope_reference, back=_back),
+        triton=f"attention.rope_triton:rope{_name}",
+        fake=lambda x, *_: torch.empty_like(x),
+    )
+    # Heads of q and k differ in number (grouped queries), and in place by layout.
+    define_op(
+        f"rope_qk{_name}(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
+        rule=_rule_of_both,
+        samples=[
+            (real(2, 8, 6, 4), real(2, 4, 6, 4), fixed(1, 1, 6, 4), fixed(1, 1, 6, 4), False, False),
+            (real(2, 6, 4, 4), real(2, 6, 4, 4), fixed(6, 1, 2), fixed(6, 1, 2), True, True),
+        ],
+        reference=functools.partial(both_reference, back=_back),
+        triton=f"attention.rope_triton:rope_qk{_name}",
+        fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+    )
 
 
 def _table_gradients(grad: Tensor, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:

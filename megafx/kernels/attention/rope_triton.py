@@ -9,6 +9,7 @@ tables that broadcast over none of them, take the plain path.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -201,27 +202,18 @@ def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
     return outs
 
 
-def rope(x: Tensor, *given: Any) -> Tensor:
-    return _run([x], Tables(*given))[0]
+def rope(x: Tensor, *given: Any, back: bool = False) -> Tensor:
+    return _run([x], Tables(*given), back)[0]
 
 
-def rope_backward(grad: Tensor, *given: Any) -> Tensor:
-    return _run([grad], Tables(*given), back=True)[0]
-
-
-def rope_qk(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return _both(q, k, Tables(*given), False)
-
-
-def rope_qk_backward(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return _both(dq, dk, Tables(*given), True)
-
-
-def _both(q: Tensor, k: Tensor, tables: Tables, back: bool) -> tuple[Tensor, Tensor]:
+def rope_qk(q: Tensor, k: Tensor, *given: Any, back: bool = False) -> tuple[Tensor, Tensor]:
     """By one kernel, where q and k have the same positions: in all dims but that of heads."""
-    same = q.dim() == k.dim() and q.dtype == k.dtype and q.shape[-1] == k.shape[-1]
+    tables, same = Tables(*given), q.dim() == k.dim() and q.dtype == k.dtype and q.shape[-1] == k.shape[-1]
     if same and sum(bool(a != b) for a, b in zip(q.shape, k.shape, strict=True)) <= 1:
         of_q, of_k = _run([q, k], tables, back)
     else:
         (of_q,), (of_k,) = _run([q], tables, back), _run([k], tables, back)
     return of_q, of_k
+
+
+rope_backward, rope_qk_backward = (functools.partial(run, back=True) for run in (rope, rope_qk))
