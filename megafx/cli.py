@@ -204,7 +204,7 @@ def _add_fields(add_group: Callable[[str], argparse._ArgumentGroup]) -> None:
         how: dict[str, Any] = {"dest": f.name, "metavar": f.name.rpartition("_")[2].upper()}
         choices, text = choices_of(f.name), f.metadata["doc"]
         if choices:
-            how |= {"choices": [SWITCH.get(c, c) for c in choices], "metavar": None}
+            how |= {"choices": [SWITCH.get(c, c) for c in choices if c is not None], "metavar": None}
         elif is_whole(f.name):
             how |= {"type": int, "metavar": "N"}
         elif f.name in LISTS:

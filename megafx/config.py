@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megafx.errors import ConfigError
 from megafx.units import parse_bytes
@@ -256,13 +256,13 @@ class Config:
             value, choices = getattr(self, f.name), choices_of(f.name)
             if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
                 raise _error(f.name, value, " or ".join(repr(c) for c in choices))
+            if _TYPES[f.name] == str | None and not isinstance(value, str | None):
+                raise _error(f.name, value, "a profile name, the path of a .yaml file, or None")
             least, optional = f.metadata["least"], _TYPES[f.name] is not int
             fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if is_whole(f.name) and not fits and not (value is None and optional):
                 allowed = f"a whole number of at least {least}" + (", or None" if optional else "")
                 raise _error(f.name, value, allowed)
-        if self.fp8 not in (None, "e4m3", "hybrid"):
-            raise _error("fp8", self.fp8, "'e4m3' or 'hybrid', or None")
         size, shard = self.data_parallel_size, self.data_parallel_shard_size
         if shard is not None and self.data_parallel == "ddp":
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
@@ -276,11 +276,6 @@ class Config:
         for name, of in (("data_parallel_size", size), ("data_parallel_shard_size", shard)):
             if of is not None and of % experts:
                 raise _error("expert_model_parallel_size", experts, f"a divisor of {name}={of}")
-        if self.hardware is not None and not isinstance(self.hardware, str):
-            raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
-        if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):
-            wanted = f"a profile name, the path of a .yaml file, '{MEASURE_NOTHING}', or None"
-            raise _error("fusion_profile", self.fusion_profile, wanted)
         put("params_dtype", _dtype_name(self.params_dtype))
         put("activation_memory_budget", _budget(self.activation_memory_budget))
         self._check_recompute()
@@ -309,10 +304,6 @@ class Config:
             )
         if self.cpu_offloading and self.cuda_graphs is True:
             raise _error("cpu_offloading", True, "False where cuda_graphs=True: its copies are on streams of their own")
-        for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
-            value = getattr(self, f"recompute_{name}")
-            if value not in (None, *known):
-                raise _error(f"recompute_{name}", value, f"{' or '.join(map(repr, known))}, or None")
         needs = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
         for name, granularity in needs.items():
             value = getattr(self, name)
@@ -381,14 +372,18 @@ FUSIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["fuses"
 
 
 def choices_of(name: str) -> tuple[Any, ...]:
-    """The values that a field takes, where its type lists them: of bool, Literal, and unions of these."""
-    kind = _TYPES[name]
-    if kind is bool:
-        return True, False
-    parts = get_args(kind)
-    if bool in parts:
-        return True, False, *(value for part in parts for value in get_args(part))
-    return parts if parts and all(isinstance(part, str) for part in parts) else ()
+    """The values that a field takes, where its type lists them: of bool, None, Literal, and unions of these."""
+    kind, found = _TYPES[name], list[Any]()
+    for part in (kind,) if kind is bool or get_origin(kind) is Literal else get_args(kind):
+        if part is bool:
+            found += [True, False]
+        elif part is NoneType:
+            found.append(None)
+        elif get_origin(part) is Literal:
+            found += get_args(part)
+        else:
+            return ()
+    return tuple(found)
 
 
 def is_whole(name: str) -> bool:
