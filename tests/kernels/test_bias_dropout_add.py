@@ -6,6 +6,7 @@ from kernel_checks import run_as_script
 
 import megafx.kernels.dropout.bias_dropout_add
 import megafx.kernels.dropout.dropout  # noqa: F401  registers the ops
+from megafx.ir.nodes import Draw
 from megafx.ops import axes
 from megafx.placements.types import Layout
 
@@ -147,9 +148,9 @@ def triton_checks():
                 with axes.on_mesh({"tp": axes.AxisContext(1, 3, "")}):
                     for bias in (None, b):
                         same("bias_dropout_add", x, bias, r, *drawing)
-                    same("dropout_add_backward", g, dtype, *drawing)
+                    same("bias_dropout_add_backward", g, dtype, None, *drawing)
                     same("bias_dropout_add_backward", g, dtype, torch.float32, *drawing)
-            same("column_sum", g, dtype)
+            same("bias_dropout_add_backward", g, None, dtype, *Draw().args)
 
 
 def test_triton_kernels_are_the_reference():

@@ -139,7 +139,8 @@ def x_backward_reference(
     packed: bool, grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     d, u = grad.to(wide(x.dtype)), _sum(x, bias)
-    dx = torch.cat(_glu_gradients(d, *u.chunk(2, -1), act), -1) if packed else activation_gradient(d, u, act)
+    gate, *up = u.chunk(2, -1) if packed else (u,)
+    dx = torch.cat(_glu_gradients(d, gate, up[0], act), -1) if packed else activation_gradient(d, u, act)
     dbias = x.new_empty(0) if bias is None else rows_summed(dx).to(bias.dtype)
     y = x_reference(packed, x, bias, act) if want_output else x.new_empty(0)
     return dx.to(x.dtype).contiguous(), dbias, y

@@ -63,24 +63,17 @@ def bias_dropout_add_reference(x: Tensor, bias: Tensor | None, residual: Tensor,
     return sum_reference(x, bias, residual, draw).to(torch.promote_types(x.dtype, residual.dtype))
 
 
-def dropout_add_backward_reference(grad: Tensor, dtype: torch.dtype, *drawing: Any) -> Tensor:
-    return dropped_reference(grad.to(wide(grad.dtype)), Draw(*drawing)).to(dtype).contiguous()
-
-
 def bias_dropout_add_backward_reference(
-    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing: Any
+    grad: Tensor, dtype: torch.dtype | None, bias_dtype: torch.dtype | None, *drawing: Any
 ) -> tuple[Tensor, Tensor]:
-    d = dropped_reference(grad.to(wide(grad.dtype)), Draw(*drawing))
-    return d.to(dtype, copy=True).contiguous(), column_sum_reference(d, bias_dtype)
+    d, none = dropped_reference(grad.to(wide(grad.dtype)), Draw(*drawing)), grad.new_empty(0)
+    dx = none if dtype is None else d.to(dtype, copy=True).contiguous()
+    return dx, none.clone() if bias_dtype is None else rows_summed(d).to(bias_dtype, copy=True)
 
 
 def rows_summed(x: Tensor) -> Tensor:
     """[..., H] -> [H]."""
     return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
-
-
-def column_sum_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows_summed(x.to(wide(x.dtype))).to(dtype, copy=True)
 
 
 def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing: Any) -> Tensor:
@@ -98,28 +91,22 @@ define_op(
     fake=_fake,
 )
 define_op(
-    f"dropout_add_backward(Tensor grad, ScalarType dtype, {DRAW}) -> Tensor",
-    rule="lin: ..., ~ -> ...",
-    samples=[(real(4, 6), torch.float64, SEED, *DRAWN)],
-    reference=dropout_add_backward_reference,
-    triton="dropout.bias_dropout_add_triton:dropout_add_backward",
-    fake=lambda grad, dtype, *_: new_like(grad, dtype),
-)
-define_op(
-    f"bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType bias_dtype, {DRAW}) -> (Tensor, Tensor)",
-    rule="lin: ... h, ~ -> ... h; h",
-    samples=[(real(4, 6), torch.float64, torch.float64, SEED, *DRAWN)],
+    f"bias_dropout_add_backward(Tensor grad, ScalarType? dtype, ScalarType? bias_dtype, {DRAW})"
+    " -> (Tensor dx, Tensor dbias)",  # in these dtypes; [0] where there is none
+    rule=lambda call: (
+        f"lin: ... h, ~ -> {'*' if call.get('dtype') is None else '... h'}; "
+        f"{'*' if call.get('bias_dtype') is None else 'h'}"
+    ),
+    samples=[
+        *((real(4, 6), torch.float64, of, SEED, *DRAWN) for of in (torch.float64, None)),
+        (real(4, 6), None, torch.float64, None, *UNDRAWN),
+    ],
     reference=bias_dropout_add_backward_reference,
     triton="dropout.bias_dropout_add_triton:bias_dropout_add_backward",
-    fake=lambda grad, dtype, bias_dtype, *_: (new_like(grad, dtype), grad.new_empty(grad.shape[-1:], dtype=bias_dtype)),
-)
-define_op(
-    "column_sum(Tensor x, ScalarType dtype) -> Tensor",
-    rule="lin: ... h -> h",
-    samples=[(real(4, 6), torch.float64)],
-    reference=column_sum_reference,
-    triton="dropout.bias_dropout_add_triton:column_sum",
-    fake=lambda x, dtype: x.new_empty(x.shape[-1:], dtype=dtype),
+    fake=lambda grad, dtype, bias_dtype, *_: (
+        grad.new_empty(0) if dtype is None else new_like(grad, dtype),
+        grad.new_empty(0 if bias_dtype is None else grad.shape[-1:], dtype=bias_dtype),
+    ),
 )
 
 
@@ -133,12 +120,13 @@ def branch_gradients(
     grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None, draw: Draw
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the bias (None without a bias_dtype), from that of the sum."""
-    ops = torch.ops.megafx
-    if bias_dtype is None:
-        return (ops.dropout_add_backward(grad, dtype, *draw) if draws(draw.p) else grad.to(dtype)), None
-    if not draws(draw.p) and grad.dtype == dtype:
-        return grad, ops.column_sum(grad, bias_dtype)
-    return ops.bias_dropout_add_backward(grad, dtype, bias_dtype, *draw)
+    op, dbias = torch.ops.megafx.bias_dropout_add_backward, None
+    if not draws(draw.p) and (bias_dtype is None or grad.dtype == dtype):
+        dx = grad.to(dtype)
+        dbias = None if bias_dtype is None else op(grad, None, bias_dtype, *Draw().args)[1]
+    else:
+        dx, dbias = op(grad, dtype, bias_dtype, *draw)
+    return dx, None if bias_dtype is None else dbias
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -222,26 +222,13 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing:
     return out
 
 
-def dropout_add_backward(grad: Tensor, dtype: torch.dtype, *drawing: Any) -> Tensor:
-    return _branch_gradients(grad, dtype, None, Draw(*drawing))[0]  # type: ignore[return-value]
-
-
 def bias_dropout_add_backward(
-    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing: Any
+    grad: Tensor, dtype: torch.dtype | None, bias_dtype: torch.dtype | None, *drawing: Any
 ) -> tuple[Tensor, Tensor]:
-    return _branch_gradients(grad, dtype, bias_dtype, Draw(*drawing))  # type: ignore[return-value]
-
-
-def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return _branch_gradients(x, None, dtype, Draw())[1]  # type: ignore[return-value]
-
-
-def _branch_gradients(
-    grad: Tensor, dtype: torch.dtype | None, bias_dtype: torch.dtype | None, draw: Draw
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx in dtype and its sums over rows in bias_dtype; None for what has no dtype."""
+    """dx in dtype and its sums over rows in bias_dtype; [0] for what has no dtype."""
+    draw = Draw(*drawing)
     grad = grad.contiguous()
-    dx = None if dtype is None else new_like(grad, dtype)
+    dx = grad.new_empty(0) if dtype is None else new_like(grad, dtype)
     H = _last(grad)
     key = grad if draw.seed is None else draw.seed.to(grad.device)
     partials = []
@@ -257,12 +244,12 @@ def _branch_gradients(
         partials.append(partial)
         launch(
             _backward, (blocks, P), grad,
-            grad, grad if dx is None else dx, partial[:, grid.column :], key, grid.rows, grid.W, H,
+            grad, grad if dtype is None else dx, partial[:, grid.column :], key, grid.rows, grid.W, H,
             *grid.numbers(draw),
-            DX=dx is not None, SUM=bias_dtype is not None, STAGES=STAGES, **grid.flags(draw, R, C),
+            DX=dtype is not None, SUM=bias_dtype is not None, STAGES=STAGES, **grid.flags(draw, R, C),
         )  # fmt: skip
     if bias_dtype is None:
-        return dx, None
+        return dx, grad.new_empty(0)
     if not partials:
         return dx, torch.zeros(grad.shape[-1:], dtype=bias_dtype, device=grad.device)
     dbias = torch.empty(grad.shape[-1:], dtype=bias_dtype, device=grad.device)

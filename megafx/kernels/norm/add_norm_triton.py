@@ -55,11 +55,9 @@ def _backward(
     d, dx, dweight, dnorm_bias, dbias = outputs
     none = h.new_empty(0)
     run_backward(grad_y, h, weight, mean, rstd, offset, (d, none, dweight, dnorm_bias, none), grad_h)
-    if dbias.numel():
-        dx, dbias = separate.bias_dropout_add_backward(d, dx.dtype, dbias.dtype, *draw)
-    else:
-        dx = separate.dropout_add_backward(d, dx.dtype, *draw)
-    return d, dx, dweight, dnorm_bias, dbias
+    wanted = dbias.numel() > 0
+    dx, made = separate.bias_dropout_add_backward(d, dx.dtype, dbias.dtype if wanted else None, *draw)
+    return d, dx, dweight, dnorm_bias, made if wanted else dbias
 
 
 bias_dropout_add_layer_norm = partial(call_forward, False, _forward)

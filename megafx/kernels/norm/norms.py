@@ -213,7 +213,8 @@ def _gradient(rms: bool, ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, .
     if grad is None:
         return None, None, None, None
     want_weight, want_bias = ctx.needs_input_grad[1], not rms and ctx.needs_input_grad[2]
-    ops, given, db = torch.ops.megafx, (grad, *ctx.saved_tensors), None
+    ops, given = torch.ops.megafx, (grad, *ctx.saved_tensors)
+    db: Any = None
     if rms:
         dx, dw = ops.rms_norm_backward(*given, ctx.offset, want_weight)
     else:

@@ -195,10 +195,13 @@ def _forward(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
     return run_forward(x, norm)[1:]
 
 
-def _backward(*args: Any) -> None:
-    *given, (dx, dweight, dbias) = args
-    none = dx.new_empty(0)
-    run_backward(*given, (dx, none, dweight, dbias, none))
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float,
+    outputs: Sequence[Tensor],
+) -> None:  # fmt: skip
+    dx, dweight, dbias = outputs
+    none = x.new_empty(0)
+    run_backward(grad, x, weight, mean, rstd, offset, (dx, none, dweight, dbias, none))
 
 
 layer_norm_forward = functools.partial(call_forward, False, _forward)
