@@ -2,7 +2,8 @@
 
     memory(program, ...) -> Memory      of a LOWERED program, at the workload; nothing is executed
 
-A graph's values live from their node to their last use, as generated code has them; views show their operand's memory. An
+A graph's values live from their node to their last use, as generated code has them; views show their operand's memory. What a
+collective sends lives until it is waited for: the process group holds it (torch's c10d, `stashed_for_allocator_safety_`). An
 allocation is rounded up as the CUDA allocator does it. What a kernel takes while it runs is `OpFacts.workspace`.
 """
 
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.analysis.communication import is_wait
+from megafx.analysis.communication import COLLECTIVES, is_wait
 from megafx.analysis.prices import copies
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import aten_ops, op_name, shows_operand, writes
 from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of, tensors_of
 from megafx.ops.offload import is_on_host
+from megafx.placements.types import ALL_REDUCE
 from megafx.units import mib_text
 
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
@@ -221,7 +223,7 @@ def walk(
         root[node] = _memory(node, root, given)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        for operand in node.all_input_nodes:
+        for operand in (*node.all_input_nodes, *_sent(node)):
             shown = root.get(operand)
             if shown is not None:
                 last[shown] = node
@@ -272,6 +274,12 @@ def walk(
         (Alive(module, what, size) for (module, what), size in by_op.items() if size), key=lambda a: -a.bytes
     )
     return Timeline(tuple(points), tuple(found), start, now)
+
+
+def _sent(wait: fx.Node) -> list[fx.Node]:
+    """What the collective that is waited for holds until then; an all-reduce works on a copy of its own."""
+    starts = wait.all_input_nodes if is_wait(wait) else []
+    return [x for start in starts if COLLECTIVES.get(start.target) != ALL_REDUCE for x in start.all_input_nodes]
 
 
 def _what(node: fx.Node) -> str:

@@ -17,14 +17,18 @@ last, and collectives of few bytes after the others. A product passes MOST_PASSE
 its operands alive.
 
 While the largest magnitude of an operand in FP8 is reduced, in forward too, the product's other operand is cast.
-Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end.
+Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end. Where each
+rank keeps its rows of a sum, the whole gradients, which the collective holds until it is waited for, are freed before the next
+region's are joined: one region's are sent while those of the next are made. (So does FSDP2.)
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,6 +50,7 @@ MOST_PASSED = 1
 MOST_HOISTED = 4
 _CASTS = (quantize, transposed)
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 @dataclass
@@ -69,9 +74,8 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     waits = {
         n: next(iter(n.users)) for n in nodes if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
     }
-    apart = {  # sums over data-parallel ranks for which nothing waits
-        w for n, w in waits.items() if n.args[-1] in DATA_AXES and in_backward(n) and not _is_waited_for(w)
-    }
+    reductions = _reductions(waits)
+    apart = {n for reduction in reductions for n in reduction}
     collectives = [
         _Collective(n, wait, _due(n, position), seconds(program, n, hardware, planner.t))
         for n, wait in waits.items()
@@ -80,7 +84,7 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     _assign(program, collectives, position, planner)
     for collective in collectives:
         collective.casts = _casts_meanwhile(collective, nodes, position)
-    order = _Order(nodes, collectives, apart).run()
+    order = _Order(nodes, collectives, reductions).run()
     output = program.output_node()
     for node in order:
         output.prepend(node)
@@ -167,6 +171,36 @@ def _is_waited_for(wait: fx.Node) -> bool:
     return False
 
 
+# -- sums over data-parallel ranks
+
+
+def _reductions(waits: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+    """Those for which nothing waits, in order: start and wait, and of shards that have copies, those of the sum over these.
+    waits: start -> its wait."""
+    found: list[list[fx.Node]] = []
+    for start, wait in waits.items():
+        if start.args[-1] not in DATA_AXES or not in_backward(start) or any(start in chain for chain in found):
+            continue
+        chain = [start, wait]
+        while (
+            len(chain[-1].users) == 1 and (then := next(iter(chain[-1].users))) in waits and then.args[-1] in DATA_AXES
+        ):
+            chain += [then, waits[then]]
+        if not _is_waited_for(chain[-1]):
+            found.append(chain)
+    return found
+
+
+def _freed_before(reductions: list[list[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
+    """What joins a region's gradients -> the end of the reduction before, whose whole gradients are held until then."""
+    scattered = [chain for chain in reductions if chain[0].target is _REDUCE_SCATTER]
+    found = {}
+    for before, (start, *_) in pairwise(scattered):
+        joined = storage_of(start.all_input_nodes[0])
+        found[joined if joined.target is torch.ops.aten.cat.default else start] = before[1:]
+    return found
+
+
 # -- the order
 
 
@@ -174,8 +208,10 @@ class _Order:
     """Nodes in their own order, except: a collective starts once its operands are there, its fillers follow it at once, what
     depends on a filler follows that, and a wait comes when asked for."""
 
-    def __init__(self, nodes: list[fx.Node], collectives: list[_Collective], apart: set[fx.Node]) -> None:
-        self.nodes, self.collectives, self.apart = nodes, collectives, apart
+    def __init__(self, nodes: list[fx.Node], collectives: list[_Collective], reductions: list[list[fx.Node]]) -> None:
+        self.nodes, self.collectives = nodes, collectives
+        self.apart = {n for _, *rest in reductions for n in rest}
+        self.freed_before = _freed_before(reductions)
         self.index = {c.start: i for i, c in enumerate(collectives)}
         self.earliest = _earliest(nodes, collectives)
         self.started = 0
@@ -186,7 +222,7 @@ class _Order:
         for node in nodes:
             if any(a in self.late for a in node.all_input_nodes):
                 self.late.add(node)
-        self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late | apart
+        self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late | self.apart
 
     def run(self) -> list[fx.Node]:
         for now, node in enumerate(self.nodes):
@@ -211,6 +247,8 @@ class _Order:
             self._place(self.collectives[i].start)
         for operand in node.all_input_nodes:
             self._place(operand)
+        for end in self.freed_before.get(node, ()):
+            self._place(end)
         if node in self.placed:
             return
         self.placed.add(node)

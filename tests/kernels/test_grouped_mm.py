@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.capture.export import capture_call
 from megafx.kernels.experts import grouped_mm as module
@@ -68,3 +69,25 @@ def test_the_librarys_grouped_matmul_is_this_op() -> None:
     canonicalize_program(program)
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert "megafx.grouped_mm.default" in targets and "aten._grouped_mm.default" not in targets
+
+
+def test_the_librarys_result_is_the_only_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No result is made and filled with zeros beside the one that the library makes."""
+    made: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(func).removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    x, weight = torch.randn(12, 8), torch.randn(4, 8, 16)
+    ends = torch.tensor([3, 6, 6, 12], dtype=torch.int32)
+    grad = torch.randn(12, 16)
+    wanted = module.grouped_mm(x, weight, ends), module.grouped_mm_weight(x, grad, ends)
+    monkeypatch.setattr(module, "_library_takes", lambda *_: True)
+    monkeypatch.setattr(module, "_without_tail", lambda y, _: y)
+    monkeypatch.setattr(torch, "_grouped_mm", torch.ops.aten._grouped_mm.default)
+    with Calls():
+        found = module.grouped_mm(x, weight, ends), module.grouped_mm_weight(x, grad, ends)
+    torch.testing.assert_close(found, wanted)
+    assert made == ["aten._grouped_mm", "aten.t", "aten._grouped_mm"]

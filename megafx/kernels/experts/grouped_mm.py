@@ -32,8 +32,10 @@ def check_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> None:
         raise ValueError(f"grouped_mm: {ends.shape[0]} ends of groups for {weight.shape[0]} weights")
 
 
-def _library_takes(*operands: Tensor) -> bool:
-    """CUDA, a dtype it has, and one unit stride with all others multiples of 16 bytes."""
+def _library_takes(columns: int, *operands: Tensor) -> bool:
+    """CUDA, a dtype it has, and one unit stride with all others multiples of 16 bytes. columns: of the result."""
+    if columns * operands[0].element_size() % _ALIGNMENT:
+        return False
     for a in operands:
         strides = sorted(a.stride())
         aligned = strides[0] == 1 and all(s * a.element_size() % _ALIGNMENT == 0 for s in strides[1:])
@@ -49,10 +51,9 @@ def _groups(ends: Tensor) -> list[tuple[int, int]]:
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(x, weight, ends)
-    y = x.new_empty(x.shape[0], weight.shape[2])
-    if x.shape[0] and _library_takes(x, weight, y):
+    if x.shape[0] and _library_takes(weight.shape[2], x, weight):
         return _without_tail(torch._grouped_mm(x, weight, ends.to(torch.int32)), ends)
-    y.zero_()
+    y = x.new_zeros(x.shape[0], weight.shape[2])
     for e, (start, end) in enumerate(_groups(ends)):
         y[start:end] = x[start:end] @ weight[e]
     return y
@@ -69,9 +70,9 @@ def _without_tail(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    dweight = x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
-    if x.shape[0] and _library_takes(x, grad, dweight):
+    if x.shape[0] and _library_takes(grad.shape[1], x, grad):
         return torch._grouped_mm(x.t(), grad, ends.to(torch.int32))
+    dweight = x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
     for e, (start, end) in enumerate(_groups(ends)):
         dweight[e] = x[start:end].t() @ grad[start:end]
     return dweight
