@@ -108,10 +108,7 @@ def main() -> None:
             mean = sum(a - b for a, b in zip(losses[15:], one[15:], strict=True)) / len(one[15:])
             worst = max(abs(a - b) / b for a, b in zip(losses, one, strict=True))
             if rank == 0:
-                print(
-                    f"seed {seed}: {kind:10s} mean difference {mean:+.3f}, largest relative {worst:.1e}",
-                    flush=True,
-                )
+                print(f"seed {seed}: {kind:10s} mean difference {mean:+.3f}, largest relative {worst:.1e}", flush=True)
     dist.destroy_process_group()
 
 

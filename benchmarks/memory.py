@@ -47,11 +47,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
 MIB = 2**20
-BUDGETS: tuple[dict[str, Any], ...] = (
-    {},
-    {"activation_memory_budget": 0.6},
-    {"activation_memory_budget": 0.3},
-)
+BUDGETS: tuple[dict[str, Any], ...] = ({}, {"activation_memory_budget": 0.6}, {"activation_memory_budget": 0.3})
 TRADED: tuple[dict[str, Any], ...] = (
     {},
     {"activation_memory_budget": 0.8},

@@ -110,10 +110,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=sequences(48, seed=3),
-        eval_dataset=sequences(args.eval_rows, seed=4),
+        model=model, args=training, train_dataset=sequences(48, seed=3), eval_dataset=sequences(args.eval_rows, seed=4)
     )
     if args.fp16:
         if not on_gpu:

@@ -235,8 +235,7 @@ class Config:
         True, "plans and programs of calls are kept on disk, and read at the next start (docs/cache.md)"
     )
     profiler_ranges: bool = _option(
-        False,
-        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx)",
+        False, "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx)"
     )
     check_for_nan_in_loss_and_grad: bool = _option(
         False,

@@ -23,16 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from megafx.compiler.captured import Uncaptured
-from megafx.compiler.cut_stages import (
-    FORM,
-    Cut,
-    StageGraph,
-    Whole,
-    bound_shape,
-    cut_program,
-    share_out,
-    total_of,
-)
+from megafx.compiler.cut_stages import FORM, Cut, StageGraph, Whole, bound_shape, cut_program, share_out, total_of
 from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed import agreement
@@ -53,11 +44,7 @@ from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-}
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved1f1b": ScheduleInterleaved1F1B}
 KEPT_SCHEDULES = 8  # sizes of calls whose buffers for messages are kept
 
 

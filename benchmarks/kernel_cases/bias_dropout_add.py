@@ -24,12 +24,7 @@ def _case(rows: int, hidden: int, headline: bool = False) -> Case:
     size = 2 * rows * hidden
     return Case(
         f"bias_dropout_add {rows}x{hidden}",
-        lambda: (
-            randn(rows, hidden),
-            randn(hidden),
-            randn(rows, hidden),
-            torch.tensor(1234, device=DEVICE),
-        ),
+        lambda: (randn(rows, hidden), randn(hidden), randn(rows, hidden), torch.tensor(1234, device=DEVICE)),
         lambda x, bias, residual, seed: torch.ops.megafx.bias_dropout_add(x, bias, residual, seed, P, 0, -1, [], "tp"),
         lambda x, bias, residual, _: residual + F.dropout(x + bias, P, True),
         3 * size + 2 * hidden,

@@ -43,15 +43,7 @@ from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_in
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
-from megafx.ir.call_spec import (
-    CallSpec,
-    Leaf,
-    call_tree,
-    leaf_name,
-    no_autocast,
-    register_dataclasses,
-    violated,
-)
+from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, no_autocast, register_dataclasses, violated
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program, number_sizes
 from megafx.ir.python_state import Place

@@ -176,10 +176,7 @@ CALLS: list[tuple[Any, ...]] = [
         0.1,
         1e-5,
     ),
-    (
-        "native_batch_norm_backward",
-        *(_M, _M, _V, None, None, fixed(6), fixed(6), True, 1e-5, [True, True, True]),
-    ),
+    ("native_batch_norm_backward", *(_M, _M, _V, None, None, fixed(6), fixed(6), True, 1e-5, [True, True, True])),
     ("native_layer_norm", _M3, [6], _V, _V, 1e-5),
     ("native_layer_norm_backward", _M, _M, [6], fixed(4, 1), fixed(4, 1), _V, _V, [True, True, True]),
     ("new_full", _M, [6], 2.0),

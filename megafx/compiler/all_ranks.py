@@ -158,8 +158,7 @@ class _Meeting:
         if self.ended and len(self.brought) + self.ended == self.size:
             node, target, _ = next(iter(self.brought.values()))
             raise PlacementError(
-                f"rank {next(iter(self.brought))} waits at {target} for ranks that call nothing",
-                **_located(node),
+                f"rank {next(iter(self.brought))} waits at {target} for ranks that call nothing", **_located(node)
             )
 
     def run(self, function: Callable[[int], list[Any]]) -> list[list[Any]]:

@@ -154,11 +154,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        known: Sequence[str] = (),
-        settings: Debug | None = None,
-        start: str = "capture",
+        self, planner: Planner, known: Sequence[str] = (), settings: Debug | None = None, start: str = "capture"
     ) -> None:
         self.planner, self.known, self.start = planner, known, start
         self.settings = current() if settings is None else settings

@@ -125,13 +125,7 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_plan,
 )
 # One rank's shapes.
-LOCAL: tuple[PassFunction, ...] = (
-    localize_shapes,
-    fuse_linear_loss,
-    fuse_local,
-    merge_linears,
-    group_experts,
-)
+LOCAL: tuple[PassFunction, ...] = (localize_shapes, fuse_linear_loss, fuse_local, merge_linears, group_experts)
 # Forward and backward in one graph. A graph without gradients goes without these.
 BACKWARD: tuple[PassFunction, ...] = (
     build_joint_graph,

@@ -81,11 +81,7 @@ class LeftEager:
     called with each attribute of it and of modules in it that its code sets or changes."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        fqn: str,
-        sets: Sets = lambda module, name, fqn: None,
-        probes: Probes | None = None,
+        self, module: nn.Module, fqn: str, sets: Sets = lambda module, name, fqn: None, probes: Probes | None = None
     ) -> None:
         self.module, self.fqn, self.calls, self.sets, self.probes = module, fqn, 0, sets, probes
         self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them

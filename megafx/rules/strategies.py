@@ -249,10 +249,7 @@ def _outer_rule(node: fx.Node) -> str | Callable[[OpCall], str] | None:
 
 
 def rule_of(
-    node: fx.Node,
-    sizes: Sizes,
-    active: Container[fx.Node],
-    own: str | Callable[[OpCall], str] | None = None,
+    node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | Callable[[OpCall], str] | None = None
 ) -> OpRule:
     """`rule_for` without a program. own: a rule to use in place of the op's."""
     template, tensors = template_of_node(node, sizes, active, own=own)

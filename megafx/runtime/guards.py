@@ -126,10 +126,7 @@ class Hooked:
                 outside |= set(self.model.get_submodule(name).modules())
             found = hooked_modules(self.model, outside, read=names_in(self.model))
             self.found = tuple(found.items())
-            self.seen = (
-                [(True, *table) for _, _, table in self.watched],
-                [tuple(table) for table in _OF_ALL],
-            )
+            self.seen = ([(True, *table) for _, _, table in self.watched], [tuple(table) for table in _OF_ALL])
         return self.found
 
 
@@ -161,13 +158,7 @@ class DirectCall:
     run(fqn, module, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
     """
 
-    def __init__(
-        self,
-        fqn: str,
-        module: nn.Module,
-        open_now: Callable[[], bool],
-        run: Run,
-    ) -> None:
+    def __init__(self, fqn: str, module: nn.Module, open_now: Callable[[], bool], run: Run) -> None:
         functools.update_wrapper(self, module.forward)  # its signature is asked for (generate does)
         self.fqn, self.open_now, self.run, self.module = fqn, open_now, run, weakref.ref(module)
         self.replaced = vars(module).get("forward")
@@ -201,12 +192,7 @@ class CopiedApart:
         )
 
 
-def guard_modules(
-    model: nn.Module,
-    open_now: Callable[[], bool],
-    run: Run,
-    eager: Collection[str] = (),
-) -> None:
+def guard_modules(model: nn.Module, open_now: Callable[[], bool], run: Run, eager: Collection[str] = ()) -> None:
     """Replace the forwards of submodules that hold shards, where they are not yet.
 
     open_now: whether capture is going on. run(fqn, module, args, kwargs): what a direct call of a submodule does. eager: FQNs

@@ -31,17 +31,7 @@ from torch import fx
 
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
-from megafx.ir.program import (
-    PLACEMENT,
-    VAL,
-    Batch,
-    Builder,
-    Phase,
-    Program,
-    ancestors,
-    located,
-    tensors_of,
-)
+from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program, ancestors, located, tensors_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.ops.eager_call import find_call

@@ -91,12 +91,7 @@ def test_sequence_parallel_layers(name: str, t: int) -> None:
     n = _activation_bytes(name)
     for layer in range(LAYERS):
         mine = _of_layer(name, found, layer)
-        assert _counts(mine) == {
-            ("forward", AG): 2,
-            ("forward", RS): 2,
-            ("backward", AG): 2,
-            ("backward", RS): 2,
-        }
+        assert _counts(mine) == {("forward", AG): 2, ("forward", RS): 2, ("backward", AG): 2, ("backward", RS): 2}
         assert {c.bytes_moved for c in mine} == {n * (t - 1) // t}
 
 
@@ -161,16 +156,7 @@ def _products(value: fx.Node) -> set[fx.Node]:
                 continue
             if name in ("mm", "linear", "addmm", "bmm"):
                 found.add(user)
-            elif name in (
-                "view",
-                "permute",
-                "clone",
-                "reshape",
-                "contiguous",
-                "t",
-                "slice",
-                "_unsafe_view",
-            ):
+            elif name in ("view", "permute", "clone", "reshape", "contiguous", "t", "slice", "_unsafe_view"):
                 todo.append(user)
     return found
 

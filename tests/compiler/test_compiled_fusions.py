@@ -8,10 +8,7 @@ from profile_fusions import CASES, Job, Setting, Widths, call_values, example_in
 
 from megafx.planner.hardware import Hardware
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SETTING_SIZES = {"tokens": (74,), "widths": Widths(hidden=768, head=32, vocab=1000)}
 
 

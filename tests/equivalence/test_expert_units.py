@@ -111,10 +111,7 @@ UNITS: dict[str, tuple[type[Experts], dict[str, tuple[int, ...]]]] = {
     "without gate": (WithoutGate, dict(up=UP, up_bias=UP_BIAS, down=DOWN, down_bias=DOWN_BIAS)),
     "gate apart": (GateApart, dict(gate=UP, up=UP, down=DOWN)),
     "in pairs": (InPairs, dict(up=GATED, down=DOWN)),
-    "looked up": (
-        LookedUp,
-        dict(up=GATED, up_bias=GATED_BIAS, down=(EXPERTS, HIDDEN, FFN), down_bias=DOWN_BIAS),
-    ),
+    "looked up": (LookedUp, dict(up=GATED, up_bias=GATED_BIAS, down=(EXPERTS, HIDDEN, FFN), down_bias=DOWN_BIAS)),
     "scaled": (Scaled, dict(up=UP, down=DOWN, scale=(FFN,), shift=(), each=(EXPERTS, 1))),
 }
 SHARED = {"experts.scale", "experts.shift"}  # of all experts
@@ -259,11 +256,7 @@ class Dropped(Experts):
 @pytest.mark.parametrize(
     ("experts", "why", "line"),
     [
-        (
-            NormedRows,
-            r"aten.\S*norm\S*, which does not keep the rows",
-            "hidden / hidden.norm",
-        ),
+        (NormedRows, r"aten.\S*norm\S*, which does not keep the rows", "hidden / hidden.norm"),
         (ReadTwice, r"aten.relu.default, whose result aten.mean.default reads too", "hidden = F.relu"),
         (OtherIds, r"a lookup in experts.up_bias by ids that are not sorted as the rows are", "ids.flip"),
         (OtherBias, r"a lookup in experts.up_bias by other ids than those of the weights", "ids.flip"),

@@ -137,11 +137,7 @@ class Hit(moe.Mixture):
 
 @pytest.mark.parametrize(
     ("form", "line"),
-    [
-        (enough, "if rows.numel() < 3"),
-        (length, "if len(rows) == 0"),
-        (any_of_mask, "if (chosen == e).any()"),
-    ],
+    [(enough, "if rows.numel() < 3"), (length, "if len(rows) == 0"), (any_of_mask, "if (chosen == e).any()")],
 )
 def test_other_questions_to_data_are_refused(form: moe.Form, line: str) -> None:
     with pytest.raises(CaptureError) as error:

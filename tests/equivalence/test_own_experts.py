@@ -323,9 +323,7 @@ def test_plans_are_saved_and_given() -> None:
     assert saved.params["moe.experts.3.up.weight"] == owned(moe.FFN, 2)
     assert "moe.experts.3.up.weight" in str(saved) and "rank 2" in str(saved)
     verdict = megafx.verify(
-        model,
-        megafx.Config(tensor_model_parallel_size=3, overrides=OVERRIDES),
-        example_inputs=(tokens(3, 5),),
+        model, megafx.Config(tensor_model_parallel_size=3, overrides=OVERRIDES), example_inputs=(tokens(3, 5),)
     )
     assert verdict.ok, str(verdict)
 

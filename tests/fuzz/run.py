@@ -34,12 +34,7 @@ from grammar import CASE, Case
 from loops import difference
 from models import build
 
-PLAIN = {
-    "database": None,
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "derandomize": False,
-}
+PLAIN = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": False}
 # The plainest value of each field of a case, its blocks, their attention and MLP.
 PLAINEST: dict[str, Any] = {
     "heads": 2, "key_value_heads": 2, "width": 4, "projection": "apart", "scores": "matmul", "mask": "none", "bias": False,

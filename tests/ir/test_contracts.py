@@ -94,10 +94,7 @@ def test_missing_value_names_module_and_line():
     [
         (lambda g, x: g.add(aten.relu_.default, x), "writes to its operand"),
         (lambda g, x: g.add(torch.relu, x), "is no operator overload"),
-        (
-            lambda g, x: g.add(aten._assert_tensor_metadata.default, x, None, None, torch.float32),
-            "is an assertion",
-        ),
+        (lambda g, x: g.add(aten._assert_tensor_metadata.default, x, None, None, torch.float32), "is an assertion"),
     ],
     ids=["in place", "torch function", "assert"],
 )

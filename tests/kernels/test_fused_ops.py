@@ -37,10 +37,7 @@ OPS = {
     "bias_act": (lambda b: [(b, S, H), (H,)], lambda x, c: ops.bias_act(x, c, "gelu")),
     "glu": (lambda b: [(b, S, H), (b, S, H)], lambda x, y: ops.glu(x, y, "silu")),
     "glu_packed": (lambda b: [(b, S, 2 * H), (2 * H,)], lambda x, c: ops.glu_packed(x, c, "gelu")),
-    "bias_dropout_add": (
-        lambda b: [(b, S, H), (H,), (b, S, H)],
-        lambda x, c, r: ops.bias_dropout_add(x, c, r, *DRAW),
-    ),
+    "bias_dropout_add": (lambda b: [(b, S, H), (H,), (b, S, H)], lambda x, c, r: ops.bias_dropout_add(x, c, r, *DRAW)),
     "layer_norm": (lambda b: [(b, S, H), (H,), (H,)], lambda x, w, c: ops.layer_norm(x, w, c, 1e-5)),
     "rms_norm": (lambda b: [(b, S, H), (H,)], lambda x, w: ops.rms_norm(x, w, 1e-5, 1.0)),
     "bias_dropout_add_layer_norm": (
@@ -69,10 +66,7 @@ OPS = {
         lambda x, w, c: ops.linear_cross_entropy(x, w, c, classes(x), -100, 0.1),
     ),
     "rope": (lambda b: [(b, N, S, E)], lambda x: ops.rope(x, *tables(x), False, False)),
-    "rope_qk": (
-        lambda b: [(b, N, S, E), (b, 1, S, E)],
-        lambda q, k: ops.rope_qk(q, k, *tables(q), True, False),
-    ),
+    "rope_qk": (lambda b: [(b, N, S, E), (b, 1, S, E)], lambda q, k: ops.rope_qk(q, k, *tables(q), True, False)),
     "attention": (
         lambda b: [(b, N, S, E), (b, 1, S, E), (b, 1, S, E)],
         lambda q, k, v: ops.attention(q, k, v, None, None, None, None, SEED, 0.5, True, 3, 0.0, 0, *DRAW[1:]),

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from megafx.kernels.experts import grouped_mlp as module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 UNIT = "v0 = add.Tensor(h0, e0); v1 = silu(v0); v2 = mul.Tensor(v1, h1); v3 = mul.Tensor(v2, r0); v3"
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 

@@ -11,13 +11,7 @@ from megafx.planner.plan import Plan
 
 # Style -> dim of the weight that it cuts, counted from the end. A gather behind it or a split in front of it is of the
 # activation, and decided by cost. Others (experts as a module, norms) cut no weight of their own.
-CUTS = {
-    "colwise": -2,
-    "packed_colwise": -2,
-    "colwise_gather_output": -2,
-    "rowwise": -1,
-    "rowwise_split_input": -1,
-}
+CUTS = {"colwise": -2, "packed_colwise": -2, "colwise_gather_output": -2, "rowwise": -1, "rowwise_split_input": -1}
 WHOLE = ("replicated_with_grad_allreduce",)
 
 

@@ -121,10 +121,7 @@ FORMS = {
         {"x": "f32[b s h=8]", "k": "f32[b n=2 t e=4]", "v": "f32[b n=2 t e=4]"},
     ),
     "soft-capped": (soft_capped, HEADS | {"m": "f32[b 1 s s]"}),
-    "soft-capped, one product": (
-        lambda q, k, v: torch.softmax(torch.tanh(scores(q, k, 0.01)) * 30.0, -1) @ v,
-        HEADS,
-    ),
+    "soft-capped, one product": (lambda q, k, v: torch.softmax(torch.tanh(scores(q, k, 0.01)) * 30.0, -1) @ v, HEADS),
     "matrices": (by_matrices, HEADS),
     "matrices, alibi, mask": (
         lambda q, k, v, a, m: by_matrices(q, k, v, a.repeat(q.shape[0], 1, 1), m),

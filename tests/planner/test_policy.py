@@ -77,10 +77,7 @@ BLOCK: dict[str, Any] = {
 
 def test_without_sequence_parallelism_the_residual_stream_is_whole() -> None:
     case = Case(_block, **BLOCK)
-    assert case.left("add") == (
-        {"I, I -> I", "R, R -> R", "P, P -> P"},
-        {BATCH: 1, SEQUENCE: 1, NORMALISED: 1},
-    )
+    assert case.left("add") == ({"I, I -> I", "R, R -> R", "P, P -> P"}, {BATCH: 1, SEQUENCE: 1, NORMALISED: 1})
     left, gone = case.left("layer_norm")
     assert left == {"I, I -> I", "R, R -> R", "R, P -> P"}
     assert set(gone) == {BATCH, SEQUENCE}, "the rule itself keeps the normalised dim whole"

@@ -274,13 +274,7 @@ def test_print_readable(gpt: Any, capsys: pytest.CaptureFixture[str]) -> None:
     text = model.print_readable("h.0.mlp")
     assert capsys.readouterr().out == text + "\n"
     forward, backward = text.split("# backward of 'h.0.mlp'")
-    for part in (
-        "h.0.mlp.fc.weight",
-        "h.0.mlp.proj.weight",
-        "megafx.bias_act",
-        "f64[batch seq 24] I@tp",
-        "from h.0",
-    ):
+    for part in ("h.0.mlp.fc.weight", "h.0.mlp.proj.weight", "megafx.bias_act", "f64[batch seq 24] I@tp", "from h.0"):
         assert part in forward, part
     assert "gpt.py:" in forward and "`return self.drop(self.proj(F.gelu(self.fc(x))))`" in forward
     assert "megafx.bias_act_backward" in backward and "build_joint_graph" in backward

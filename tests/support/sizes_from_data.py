@@ -141,9 +141,7 @@ CASES = {
     ),
     "parts": Case(Parts, [(x_of(6, 8), of(6, 7)), (x_of(9, 8), of(16, 3))], (x_of(6, 8), of(6, 5))),
     "segments": Case(
-        Segments,
-        [(x_of(12, 8), of(0, 3, 7, 12)), (x_of(20, 8), of(0, 12, 13, 20))],
-        (x_of(12, 8), of(0, 3, 7, 13)),
+        Segments, [(x_of(12, 8), of(0, 3, 7, 12)), (x_of(20, 8), of(0, 12, 13, 20))], (x_of(12, 8), of(0, 3, 7, 13))
     ),
     "slices": Case(Slices, [(x_of(12, 8), of(0, 5, 12)), (x_of(20, 8), of(3, 9, 11))], (x_of(12, 8), of(0, 5, 13))),
     "longest": Case(

@@ -41,14 +41,7 @@ def train(loop: Loop, model: nn.Module, rows: int = 4) -> None:
     loop.see_state(model)
 
 
-@situation(
-    SPECTRAL,
-    slow=(
-        1,
-        "ddp",
-    ),
-    data=("ddp",),
-)
+@situation(SPECTRAL, slow=(1, "ddp"), data=("ddp",))
 def spectral_norm_in_training(loop: Loop) -> None:
     train(loop, Mlp(parametrizations.spectral_norm))
 

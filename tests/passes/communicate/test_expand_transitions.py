@@ -211,11 +211,7 @@ def test_a_gradient_owns_its_memory() -> None:
 def test_meta_of_backward_collectives() -> None:
     before = with_backward(
         graph(
-            lambda x, w: aten.mm(transition(x, "R"), w),
-            x="f32[5 8] S0@tp",
-            w="f32[8 6] S1@tp",
-            out="S1@tp",
-            local=True,
+            lambda x, w: aten.mm(transition(x, "R"), w), x="f32[5 8] S0@tp", w="f32[8 6] S1@tp", out="S1@tp", local=True
         )
     )
     for node in before.graph.find_nodes(op="call_function", target=torch.ops.megafx.transition.default):

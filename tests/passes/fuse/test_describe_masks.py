@@ -276,16 +276,10 @@ STAY = {
     "the user's mask": (lambda q, z, m: z.masked_fill(m, -math.inf), {"m": "bool[s s]"}),
     "a triangle that reaches further": (lambda q, z: z.masked_fill(~square(q).tril(1).bool(), -math.inf), {}),
     "either of two": (
-        lambda q, z: z.masked_fill(
-            ~((positions(q)[0] <= positions(q)[1]) | (positions(q)[0] < 2)),
-            -math.inf,
-        ),
+        lambda q, z: z.masked_fill(~((positions(q)[0] <= positions(q)[1]) | (positions(q)[0] < 2)), -math.inf),
         {},
     ),
-    "positions of another step": (
-        lambda q, z: z.masked_fill(positions(q)[0] * 2 > positions(q)[1], -math.inf),
-        {},
-    ),
+    "positions of another step": (lambda q, z: z.masked_fill(positions(q)[0] * 2 > positions(q)[1], -math.inf), {}),
     "queries that are padding": (
         lambda q, z, m: z.masked_fill(m[:, None, :, None] | m[:, None, None, :], -1e38),
         {"m": "bool[b s]"},

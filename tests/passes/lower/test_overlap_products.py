@@ -103,8 +103,7 @@ def test_overlapped_graphs_are_exact(t, batch, seq, bias):
 
 
 @pytest.mark.parametrize(
-    ("t", "batch", "seq", "bias"),
-    [(2, 2, 8, True), (3, 2, 5, False), pytest.param(4, 3, 7, True, marks=SLOW)],
+    ("t", "batch", "seq", "bias"), [(2, 2, 8, True), (3, 2, 5, False), pytest.param(4, 3, 7, True, marks=SLOW)]
 )
 def test_all_reduces_are_exact(t, batch, seq, bias, calls):
     """Without sequence parallelism; rows that the ranks do not divide."""
