@@ -11,6 +11,7 @@ import torch
 from megafx.errors import UsageError
 from megafx.ops.ranges import PREFIX
 from megafx.planner.costed import CostedGraph
+from megafx.planner.plan import innermost
 from megafx.planner.timeline import COMPUTE, WAIT, StepTimes
 from megafx.report.report import Measured, Report
 
@@ -45,12 +46,8 @@ def beside_model(found: dict[str, float], picture: CostedGraph, step: StepTimes)
     layers = {modules[0]: region for modules, region in picture.order if picture.regions[region].layer}
 
     def place(fqn: str) -> str:
-        parts = fqn.split(".")
-        for end in range(len(parts), 0, -1):
-            layer = ".".join(parts[:end])
-            if layer in layers:
-                return ".".join(filter(None, [picture.regions[layers[layer]].name, ".".join(parts[end:])]))
-        return fqn
+        found = innermost(fqn, layers)
+        return fqn if found is None else ".".join(filter(None, [picture.regions[layers[found[0]]].name, found[1]]))
 
     computed: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)

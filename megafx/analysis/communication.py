@@ -94,14 +94,14 @@ def schedule(program: Program, axes: Collection[str]) -> list[tuple[str, list[st
     """The collectives of a LOWERED program on these axes, in order: what each is, and the parameters whose values or
     gradients it moves. Sizes that vary between calls are left out, as ranks may differ in them."""
     inputs = {node: spec.name for node, spec in program.input_nodes() if spec.kind == "param"}
-    params = {*inputs.values()}
     moved: dict[fx.Node, list[str]] = {}
-    for node, spec in zip(program.results(), program.outputs, strict=True):
-        while isinstance(node, fx.Node) and not is_wait(node):
+    for _, result, name in program.parameter_gradients():
+        node: fx.Node | None = result
+        while node is not None and not is_wait(node):
             operands = node.all_input_nodes
             node = operands[0] if len(operands) == 1 else None
-        if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
-            moved.setdefault(node.all_input_nodes[0], []).append(spec.name)
+        if node is not None:
+            moved.setdefault(node.all_input_nodes[0], []).append(name)
     found = []
     for node in collective_nodes(program.graph):
         if node.args[-1] not in axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -145,6 +145,14 @@ def storage_of(node: fx.Node) -> fx.Node:
     while shows_operand(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def readers_of(base: fx.Node, also: Container[Any] = ()) -> set[fx.Node]:
+    """Nodes that read the memory of `base`, through whatever view. also: ops whose result may be their operand's memory."""
+    found: set[fx.Node] = set()
+    for user in base.users:
+        found |= readers_of(user, also) if shows_operand(user) or user.target in also else {user}
+    return found
 
 
 def _is_all_of(view: Any, base: fx.Node) -> bool:

@@ -306,6 +306,13 @@ class Program:
         values: Any = self.output_node().args[0]
         return tuple(values)
 
+    def parameter_gradients(self) -> list[tuple[int, fx.Node, str]]:
+        """(place among the outputs, gradient, name) of each parameter that has one."""
+        params = {spec.name for spec in self.inputs if spec.kind == "param"}
+        found = enumerate(zip(self.results(), self.outputs, strict=True))
+        wanted = [(i, node, spec) for i, (node, spec) in found if spec.kind == "gradient" and spec.name in params]
+        return [(i, node, spec.name) for i, node, spec in wanted if isinstance(node, fx.Node)]
+
     def note(self, topic: str, message: str, node: fx.Node | None = None) -> None:
         """Record a note once."""
         note = Note(topic, message, *((fqn_of(node), source_of(node)) if node is not None else ()))

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,13 @@ operands -> result, the dim of the op's rule that is cut, [transitions of the re
 gradient too; R whole, gradients are summed over ranks; S<d> cut on dim d, S0/3*(4x32) in blocks (3 times 4 heads of 32);
 P every rank has a summand. `megafx explain` gives reasons, bytes and times.
 """
+
+
+def innermost(fqn: str, modules: Container[str]) -> tuple[str, str] | None:
+    """(the innermost of these modules that a module is in, or is; its path in that); None where it is in none."""
+    parts = fqn.split(".")
+    found = ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(len(parts), 0, -1))
+    return next((pair for pair in found if pair[0] in modules), None)
 
 
 def folded_name(pattern: str, fqns: list[str]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from megafx.analysis.memory import Memory, Timeline
 from megafx.planner.costed import CostedGraph
+from megafx.planner.plan import innermost
 from megafx.planner.timeline import COMPUTE, Run, StepTimes, runs
 
 LEAST, KEPT, GRADIENTS, WORKING = "kept for backward, at most", "kept for backward", "gradients", "working memory"
@@ -117,14 +118,10 @@ def _times(timeline: Timeline, order: Sequence[Run], picture: CostedGraph) -> li
 
 def _place(fqn: str, layers: dict[str, int], others: dict[str, int]) -> tuple[int, str] | None:
     """(run, module within it) of a node of this module."""
-    steps = fqn.split(".")
-    for end in range(len(steps), 0, -1):
-        path = ".".join(steps[:end])
-        if path in layers:
-            return layers[path], ".".join(steps[end:])
-        if path in others:
-            return others[path], path
-    return None
+    found = innermost(fqn, layers | others)
+    if found is None or found[0] in layers:
+        return found and (layers[found[0]], found[1])
+    return others[found[0]], found[0]
 
 
 def _rising(known: list[tuple[int, float]]) -> list[tuple[int, float]]:

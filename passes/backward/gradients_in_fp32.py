@@ -45,13 +45,10 @@ def gradients_in_fp32(program: Program, planner: Planner) -> int:
     if not config.gradients_in_fp32:
         return 0
     widen = _Widen(program, config.gradient_accumulation_fusion)
-    params = {spec.name for spec in program.inputs if spec.kind == "param"}
     output, results, changes = program.output_node(), list(program.results()), 0
-    for i, spec in enumerate(program.outputs):
-        node = results[i]
-        if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
-            results[i] = widen(node)
-            changes += results[i] is not node or node in widen.changed
+    for i, node, _ in program.parameter_gradients():
+        results[i] = widen(node)
+        changes += results[i] is not node or node in widen.changed
     if changes:
         output.args = (tuple(results),)
         program.graph.eliminate_dead_code()

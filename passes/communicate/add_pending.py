@@ -43,9 +43,8 @@ def add_pending(program: Program, planner: Planner) -> int:
         return 0
     output, results = program.output_node(), list(program.results())
     last = program.placeholders()[-1]
-    places = [*_of_parameters(program)]
-    for i, name in places:
-        node = results[i]
+    gradients = program.parameter_gradients()
+    for i, node, name in gradients:
         with program.graph.inserting_after(last):
             last = program.graph.placeholder(f"pending_{i}")
         last.meta[VAL] = node.meta[VAL]
@@ -54,18 +53,7 @@ def add_pending(program: Program, planner: Planner) -> int:
         results[i].meta[PHASE] = BACKWARD
     output.args = (tuple(results),)
     program.graph.eliminate_dead_code()
-    return len(places)
-
-
-def _of_parameters(program: Program) -> list[tuple[int, str]]:
-    """(place among the outputs, name) of each parameter that has a gradient."""
-    params = {spec.name for spec in program.inputs if spec.kind == "param"}
-    pairs = enumerate(zip(program.results(), program.outputs, strict=True))
-    return [
-        (i, spec.name)
-        for i, (node, spec) in pairs
-        if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node)
-    ]
+    return len(gradients)
 
 
 def _sum(program: Program, node: fx.Node, pending: fx.Node, output: fx.Node | None) -> fx.Node:

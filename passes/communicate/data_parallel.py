@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,13 +86,6 @@ class _Adder:
 
     # -- gradients of parameters
 
-    def _of_parameters(self) -> Iterator[tuple[int, fx.Node, str]]:
-        """(place among the outputs, gradient, name) of each parameter that has one."""
-        params = {spec.name for spec in self.program.inputs if spec.kind == "param"}
-        for i, (node, spec) in enumerate(zip(self.program.results(), self.program.outputs, strict=True)):
-            if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
-                yield i, node, spec.name
-
     def reduce_gradients(self) -> None:
         """The results that show the base of a bucket's gradients come to show its sum."""
         output = self.program.output_node()
@@ -110,7 +103,7 @@ class _Adder:
     def _buckets(self) -> list[list[_Gradients]]:
         """In the order in which backward makes them."""
         found: dict[fx.Node, _Gradients] = {}
-        for i, node, _ in self._of_parameters():
+        for i, node, _ in self.program.parameter_gradients():
             base = node if self.data.sharded else storage_of(node)
             found.setdefault(base, _Gradients(base)).results.append(i)
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}

@@ -188,7 +188,8 @@ class _Grouping:
         if first.target is aten.linear.default:
             self.grouped.append(values)
             x, weight, *bias = places
-            made = self.build(ops.grouped_mm.default, self.batch(x), self._stacked(weight), self._ends())
+            turned = self.build(aten.transpose.int, self._stacked(weight), 1, 2)
+            made = self.build(ops.grouped_mm.default, self.batch(x), turned, self._ends())
             mark(made, first.meta.get(PLACEMENT))
             if bias and bias[0][0] is not None:
                 made = self.build(aten.add.Tensor, made, self._of_each_row(bias[0]))
@@ -218,22 +219,16 @@ class _Grouping:
             raise _Refused("their values are placed apart")
         return mark(self.build(aten.cat.default, list(values)), values[0].meta.get(PLACEMENT))
 
-    def _stacked(self, weights: tuple[Any, ...]) -> fx.Node:
-        """[n, k] each -> [experts, k, n], in one memory."""
-        rows, columns = weights[0].meta[VAL].shape
-        parts = self._parts(weights)
+    def _stacked(self, parameters: tuple[Any, ...]) -> fx.Node:
+        """Weights [n, k] -> [experts, n, k], biases [n] -> [experts, n], in one memory."""
+        parts, shape = self._parts(parameters), map(int, parameters[0].meta[VAL].shape)
         whole = self.build(ops.join_parameters.default, parts)
         mark(whole, placed_together(parts, 0, self.planner.t))
-        stacked = self.build(aten.view.default, whole, [len(weights), int(rows), int(columns)])
-        return self.build(aten.transpose.int, stacked, 1, 2)
+        return self.build(aten.view.default, whole, [len(parameters), *shape])
 
     def _of_each_row(self, biases: tuple[Any, ...]) -> fx.Node:
         """[n] of each expert -> [rows, n]."""
-        parts = self._parts(biases)
-        whole = self.build(ops.join_parameters.default, parts)
-        mark(whole, placed_together(parts, 0, self.planner.t))
-        stacked = self.build(aten.view.default, whole, [len(biases), int(biases[0].meta[VAL].shape[0])])
-        return self.build(aten.index_select.default, stacked, 0, self._expert_of_row())
+        return self.build(aten.index_select.default, self._stacked(biases), 0, self._expert_of_row())
 
     # -- whose rows
 

@@ -32,7 +32,7 @@ from torch import fx
 
 from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
-from megafx.ir.nodes import COPIES, RESHAPES, shows_operand, storage_of
+from megafx.ir.nodes import COPIES, RESHAPES, readers_of, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module, inherit
 from megafx.kernels.common.op import writes_into
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
@@ -47,6 +47,7 @@ from megafx.planner.timeline import LEAST_BYTES
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "overlap_products"
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+_MAY_SHOW = (aten.contiguous.default,)
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
 PAD = torch.ops.megafx.pad_rows.default
@@ -176,7 +177,7 @@ class _Overlap:
     def _products(self, start: fx.Node, wait: fx.Node) -> list[fx.Node]:
         """Products whose left operand is the gathered rows and that can run where the first of them does; none if another
         product runs during the gather, or if another op reads the rows earlier."""
-        found = sorted(n for n in _readers(wait) if _reads_rows(n, wait))
+        found = sorted(n for n in readers_of(wait, _MAY_SHOW) if _reads_rows(n, wait))
         if not found or any(is_product(n) for n in _between(start, found[0])):
             return []
         if not all(shows_operand(n) or n.target in COPIES for n in _dependents(wait, found[0])):
@@ -261,7 +262,7 @@ class _Overlap:
             if call.target not in GATHERS:
                 continue
             gathered = next(n for n in call.users if n.target is exchange.gather_wait or n.args[1:] == (0,))
-            readers, last = _readers(gathered), index + exchange.SLOTS - 1
+            readers, last = readers_of(gathered, _MAY_SHOW), index + exchange.SLOTS - 1
             safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
             # the barrier of a reduce-scatter comes when it is waited for, or when the next operation begins
             barrier = min(waits[last], begin(last + 1)) if last < len(begins) else end
@@ -275,7 +276,7 @@ class _Overlap:
         before, and what it makes is read before the slot is written again."""
         x: Any = call.args[0]
         producer, result = (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
-        into, readers = writes_into(producer.target), _readers(x)
+        into, readers = writes_into(producer.target), readers_of(x, _MAY_SHOW)
         if into is None or producer.kwargs or any(n.op == "output" or is_start(n) for n in readers):
             return
         value = x.meta[VAL]
@@ -375,14 +376,6 @@ def _right(product: fx.Node) -> tuple[Any, ...]:
 
 
 # -- places in the graph
-
-
-def _readers(base: fx.Node) -> set[fx.Node]:
-    """Nodes that read the memory of `base`; `contiguous` may give that memory itself."""
-    found: set[fx.Node] = set()
-    for user in base.users:
-        found |= _readers(user) if shows_operand(user) or user.target is aten.contiguous.default else {user}
-    return found
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from megafx.analysis.communication import is_wait
 from megafx.ir.facts import declare, facts_of
-from megafx.ir.nodes import changed_copy, shows_operand, storage_of
+from megafx.ir.nodes import changed_copy, readers_of, storage_of
 from megafx.ir.program import VAL, Phase, Program
 from megafx.planner.context import Planner
 
@@ -70,12 +70,4 @@ def _may_write(node: fx.Node, operand: Any, given: Container[str]) -> bool:
     alike = old.dtype == new.dtype and list(map(str, old.shape)) == list(map(str, new.shape))
     alike = alike and old.is_contiguous() and new.is_contiguous()
     others = [x for x in node.all_input_nodes if x is not operand and storage_of(x) is base]
-    return owned and alike and not others and _readers(base) == {node}
-
-
-def _readers(base: fx.Node) -> set[fx.Node]:
-    """Nodes that read the memory of `base`, through whatever view."""
-    found: set[fx.Node] = set()
-    for user in base.users:
-        found |= _readers(user) if shows_operand(user) else {user}
-    return found
+    return owned and alike and not others and readers_of(base) == {node}
