@@ -50,16 +50,33 @@ def _fused(
             mask, hidden = mask.logical_not(), FILLED_NAN if fill == -math.inf else FILLED
         elif fill > -math.inf:
             hidden = FILLED
-    hidden = hidden if sink is None else ZEROS
-    made: Tensor = ops.attention(
-        q, k, v, mask, None, None, sink, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:]
-    )
+    return _call(q, k, v, mask, drop, scale, cap, hidden if sink is None else ZEROS, sink=sink)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Draw, scale: float, cap: float, hidden: int,
+    causal: bool = False, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    rest = (drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
+    made: Tensor = ops.attention(q, k, v, mask, None, None, sink, *rest)
     return made
 
 
-def _soft(m: Match) -> bool:
-    """Whether keys that a boolean mask fills keep some weight."""
-    return m["mask"] is not None and m["mask"].dtype == torch.bool and m["fill"] > HARD_FILL
+def _scores(q: Tensor, k: Tensor, wide: str) -> Tensor:
+    a, b = (q.float(), k.float()) if wide == "operands" else (q, k)
+    scores = torch.matmul(a, b.transpose(2, 3))
+    return scores.float() if wide == "scores" else scores
+
+
+def _unfit(m: Match) -> str | None:
+    """Why a softmax between two products is not the op's."""
+    if (
+        m["mask"] is not None and m["mask"].dtype == torch.bool and m["fill"] > HARD_FILL
+    ):  # hidden keys keep some weight
+        return f"its fill {m['fill']} does not hide"
+    if m["wide"] not in (False, "no") and m["q"].dtype == torch.float64:
+        return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
+    return "k and v have different numbers of heads" if m["k"].shape[:-2] != m["v"].shape[:-2] else None
 
 
 @register
@@ -90,9 +107,7 @@ class AttentionChain(_Attention):
         return ("scale_mask_softmax", "matmul", *_CAP_NEEDS[capped], *cast, *(("dropout",) if late_drop else ()))
 
     def match(q, k, v, drop, mask=None, *, capped, wide, late_drop, scale, fill, inner, cap, p):
-        a, b = (q.float(), k.float()) if wide == "operands" else (q, k)
-        scores = torch.matmul(a, b.transpose(2, 3))
-        scores = scores.float() if wide == "scores" else scores
+        scores = _scores(q, k, wide)
         if capped != "no":
             scores = scores * inner if "mul" in capped else scores
             scores = torch.tanh(scores / cap if "div" in capped else scores)
@@ -104,12 +119,8 @@ class AttentionChain(_Attention):
         return torch.matmul(weights, v)
 
     def where(m):
-        if _soft(m):
-            return f"its fill {m['fill']} does not hide"
-        if m["wide"] != "no" and m["q"].dtype == torch.float64:
-            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
-        if m["k"].shape[1] != m["v"].shape[1]:
-            return "k and v have different numbers of heads"
+        if reason := _unfit(m):
+            return reason
         if m["q"].shape[2] == 1 and m["k"].shape[2] != 1:
             return ""
         if m["late_drop"] and m.drops[0].p:
@@ -148,9 +159,7 @@ class AttentionOfSink(_Attention):
         return ("sink_softmax", "matmul", *cast, *drop)
 
     def match(q, k, v, sink, drop, mask=None, *, wide, at, scale, fill, p):
-        a, b = (q.float(), k.float()) if wide == "operands" else (q, k)
-        scores = torch.matmul(a, b.transpose(2, 3))
-        scores = scores.float() if wide == "scores" else scores
+        scores = _scores(q, k, wide)
         drawn = drop.args if at == "op" else Draw().args
         weights = ops.sink_softmax(scores, mask, sink, scale, False, 0, fill, *drawn)
         weights = weights.float() if wide == "weights" else weights
@@ -161,11 +170,7 @@ class AttentionOfSink(_Attention):
     def where(m):
         if m["at"] != "op" and m.drops[0].p:
             return "its weights are dropped twice"
-        if m["wide"] != "no" and m["q"].dtype == torch.float64:
-            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
-        if m["k"].shape[1] != m["v"].shape[1]:
-            return "k and v have different numbers of heads"
-        return f"its fill {m['fill']} does not hide" if _soft(m) else None
+        return _unfit(m)
 
     def make(q, k, v, sink, drops, mask=None, *, scale, fill):
         return _fused(q, k, v, mask, scale, fill, 0.0, drops[-1], sink)
@@ -219,10 +224,8 @@ class AttentionOfMatrices(_Attention):
         return torch.matmul(weights, v) if by == "matmul" else torch.bmm(weights, v)
 
     def where(m):
-        if _soft(m):
-            return f"its fill {m['fill']} does not hide"
-        if m["wide"] and m["q"].dtype == torch.float64:
-            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
+        if reason := _unfit(m):
+            return reason
         hidden = m["mask"] is not None and m["mask"].dtype == torch.bool
         if m["between"] == "four" and m["n"] >= FIRST_PRIME:
             return "the number of heads is not known"
@@ -303,15 +306,11 @@ class AttentionOfGroups(_Groups):
 
     def match(q, k, v, drop, mask=None, sink=None, *, repeat, masked, scale, cap, p, hidden):
         k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
-        return ops.attention(
-            q, k, v, mask, None, None, sink, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
-        )
+        return _call(q, k, v, mask, drop, scale, cap, hidden, masked == "causal", sink)
 
     def make(q, k, v, drop, mask=None, sink=None, *, repeat, masked, scale, cap, hidden):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
-        return ops.attention(
-            q, k, v, mask, None, None, sink, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:]
-        )
+        return _call(q, k, v, mask, drop, scale, cap, hidden, masked == "causal", sink)
 
 
 @register
@@ -354,7 +353,7 @@ class AttentionOfScaledQuery(_Attention):
     def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q * inner if by == "mul" else q / inner
         q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
-        return ops.attention(q, k, v, mask, None, None, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
+        return _call(q, k, v, mask, drop, scale, cap, hidden, causal)
 
     def where(m):
         return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
@@ -362,4 +361,4 @@ class AttentionOfScaledQuery(_Attention):
     def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
         factor = scale * inner if by == "mul" else scale / inner
-        return ops.attention(q, k, v, mask, None, None, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])
+        return _call(q, k, v, mask, drop, factor, cap, hidden, causal)
