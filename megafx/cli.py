@@ -132,7 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     argument("--model", help="as for plan; default: in SOURCE")
     _add_settings(argument)
     argument(
-        "--max-shard-size", type=_shard_size, default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)"
+        "--max-shard-size",
+        type=lambda text: bytes_of(text, "max_shard_size"),
+        default="5GB",
+        metavar="SIZE",
+        help="of a safetensors file (default: 5GB)",
     )
     argument, _ = add(_diff, "megafx.diff", "compare two saved plans, two reports, or two dump folders graph by graph")
     argument("before", type=Path)
@@ -149,6 +153,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _told(found: Any) -> int:
+    """Print a result; the exit status that says whether it is true."""
+    print(found)
+    return 0 if found else 1
+
+
 def _output(text: str) -> Path:
     """A file that can be written. A wrong path is an error before the work, not after it."""
     path = Path(text)
@@ -156,10 +166,6 @@ def _output(text: str) -> Path:
         found = f"'{path}' is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
         raise argparse.ArgumentTypeError(f"{found}; give a file to write")
     return path
-
-
-def _shard_size(text: str) -> int:
-    return bytes_of(text, "max_shard_size")
 
 
 def _input(text: str) -> str:
@@ -342,10 +348,9 @@ def _rehearse(args: argparse.Namespace) -> int:
     config = _config(args)
     model, inputs = _model(args)
     found = megafx.rehearse(model, config, args.world, example_inputs=inputs)
-    print(found)
     if args.json:
         args.json.write_text(json.dumps(found.to_dict(), indent=1))
-    return 0 if found else 1
+    return _told(found)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -363,13 +368,9 @@ def _verify(args: argparse.Namespace) -> int:
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
     )
     if args.sabotage:
-        found = megafx.sabotage(model.to(dtype), config, example_inputs=inputs)
-        print(found)
-        return 0 if found else 1
+        return _told(megafx.sabotage(model.to(dtype), config, example_inputs=inputs))
     if args.types or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
-        print(verdict)
-        return 0 if verdict else 1
+        return _told(megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types))
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -448,9 +449,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     read_about(args.folder)  # a wrong folder is an error before the model is built
     model, inputs = _model(args)
-    found = megafx.replay(args.folder, model, example_inputs=inputs)
-    print(found)
-    return 0 if found else 1
+    return _told(megafx.replay(args.folder, model, example_inputs=inputs))
 
 
 def _version(args: argparse.Namespace) -> int:

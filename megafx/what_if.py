@@ -38,6 +38,7 @@ CHUNKS = (1, 2, 4, 8)  # stages of a pipeline rank
 MICROBATCHES = 4  # for each pipeline rank, where no global batch is given
 LEAST_TOKENS = 4096  # of a context-parallel rank: with fewer, products lose rate, and other axes serve as well
 TWINS_SHOWN = 3
+COLUMNS = "tp cp pp dp form sp batch budget step rows/s MFU memory sends why"  # of the table
 TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one choice: the model knows steps to several percent
 
 
@@ -176,22 +177,7 @@ class Found:
         fits = f"{self.tried} configurations of {self.gpus} GPUs tried, {bytes_text(self.memory)} each"
         console.print(fits, highlight=False)
         table = Table(show_lines=False, pad_edge=False)
-        for name in [
-            "tp",
-            "cp",
-            "pp",
-            "dp",
-            "form",
-            "sp",
-            "batch",
-            "budget",
-            "step",
-            "rows/s",
-            "MFU",
-            "memory",
-            "sends",
-            "why",
-        ]:
+        for name in COLUMNS.split():
             table.add_column(name, overflow="fold")
         for c in self.best:
             k = c.config
@@ -309,26 +295,21 @@ def _sequence(t: int, several_hosts: bool) -> tuple[bool, ...]:
     return (False,) if t == 1 else (True,) if several_hosts else (False, True)
 
 
+@dataclass
 class _Search:
-    """Plans of one model. ready: (sequence parallelism, context-parallel ranks) -> the program up to planning, where it is the
-    same for other numbers of tensor-parallel ranks, as it is without experts."""
+    """Plans of one model. shard: data-parallel ranks that hold a copy, as the config asks for. whole: the program before the
+    sequence is cut. ready: (sequence parallelism, context-parallel ranks) -> the program up to planning, where it is the same
+    for other numbers of tensor-parallel ranks, as it is without experts."""
 
-    def __init__(
-        self,
-        program: Program,
-        hardware: Hardware,
-        batches: Sequence[int],
-        memory: int,
-        shard: int | None,
-        wants_grad: Callable[[Input], bool],
-        global_batch: int | None,
-    ) -> None:
-        self.global_batch = global_batch
-        self.hardware, self.batches, self.memory, self.wants_grad = hardware, batches, memory, wants_grad
-        self.shard = shard  # data-parallel ranks that hold a copy, as the config asks for
-        self.captured = program
-        self.whole: Program | None = None  # before the sequence is cut
-        self.ready: dict[tuple[bool | str, int], Program] = {}
+    captured: Program
+    hardware: Hardware
+    batches: Sequence[int]
+    memory: int
+    shard: int | None
+    wants_grad: Callable[[Input], bool]
+    global_batch: int | None
+    whole: Program | None = None
+    ready: dict[tuple[bool | str, int], Program] = field(default_factory=dict)
 
     def candidates(self, config: Config) -> Iterator[Candidate]:
         hardware = self.hardware

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafx.kernels.common import philox
+
 
 def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True, *arguments: str) -> None:
     """Run a file, which compares kernels with their reference; it must end well. Skips without Triton.
@@ -75,3 +77,11 @@ def same(found, right, what):
 
 def rand(*shape, dtype):
     return (2 * torch.randn(shape)).to(DEVICE, dtype)
+
+
+def element_draws(index: torch.Tensor, key: tuple[int, int], op_id: int) -> torch.Tensor:
+    """Global element indices (int64, any shape) -> 16-bit draws (int64): the definition, one call an element."""
+    group, j = index >> 3, index & 7
+    words = philox.philox4x32((group & philox.MASK, group >> 32, op_id, 0), key)
+    word = torch.stack([torch.as_tensor(w).expand(index.shape) for w in words], -1)
+    return (word.gather(-1, (j >> 1).unsqueeze(-1)).squeeze(-1) >> (16 * (j & 1))) & 0xFFFF

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_checks import run_as_script
+from kernel_checks import element_draws, run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.dropout.dropout as module
@@ -21,7 +21,7 @@ WHOLE = (-1, [], "tp")
 def kept(shape, p, seed=SEED, op_id=0):
     """The mask by definition, one Philox call an element."""
     index = torch.arange(math.prod(shape)).view(shape)
-    return philox.element_draws(index, philox.key_of(seed), op_id) >= philox.threshold(p)
+    return element_draws(index, philox.key_of(seed), op_id) >= philox.threshold(p)
 
 
 def on_rank(rank, t):
@@ -118,7 +118,7 @@ def test_huge_tensors(start):
         Run(2, 48, 0, 48, start, 2**35 + 5),
     ):
         rows = run.global_start + torch.arange(run.rows)[:, None] * run.global_stride + torch.arange(run.length)
-        expected = philox.element_draws(rows.view(-1), key, 4) >= philox.threshold(0.5)
+        expected = element_draws(rows.view(-1), key, 4) >= philox.threshold(0.5)
         assert torch.equal(module.reference(x, SEED, 0.5, 4, [run]) != 0, expected)
 
 

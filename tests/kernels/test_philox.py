@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import run_as_script
+from kernel_checks import element_draws, run_as_script
 
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import runs_of
@@ -54,7 +54,7 @@ def test_draws_are_the_definition(seed, start):
     """Counters past 2**33 elements, and groups past 2**32, included."""
     index = start + torch.arange(40)
     key = philox.key_of(torch.tensor(seed))
-    assert philox.element_draws(index, key, 77).tolist() == [plain_draw(i, seed, 77) for i in index.tolist()]
+    assert element_draws(index, key, 77).tolist() == [plain_draw(i, seed, 77) for i in index.tolist()]
 
 
 @pytest.mark.parametrize("first", [0, 2**32 - 3, 2**32 + 5])
@@ -64,7 +64,7 @@ def test_fast_path_draws_the_same(first, below):
     groups, key = first + torch.arange(64), (17, 2**31 + 5)
     high = groups >> 32 if first >> 32 != (first + 63) >> 32 else first >> 32
     drop = philox.dropped(groups & philox.MASK, high, key, 3, below)
-    draws = philox.element_draws(first * 8 + torch.arange(512), key, 3)
+    draws = element_draws(first * 8 + torch.arange(512), key, 3)
     assert torch.equal(drop.view(-1), draws < below)
 
 
@@ -111,6 +111,7 @@ def test_wrong_local_shape_is_an_error():
 
 KERNEL = """
 import torch, triton, triton.language as tl
+from kernel_checks import element_draws
 from megafx.kernels.common import philox
 from megafx.kernels.common.philox_triton import draw1, draws8, key_of
 
@@ -129,7 +130,7 @@ for seed in (0, -1, 98765432109876):
         grouped, single = torch.empty(2, 256, dtype=torch.int32, device=device)
         one = torch.tensor(seed, device=device)
         dump[(1,)](grouped, single, one, torch.tensor(start).item(), 9, N=32)
-        expected = philox.element_draws(start + torch.arange(256), philox.key_of(one), 9).int()
+        expected = element_draws(start + torch.arange(256), philox.key_of(one), 9).int()
         assert torch.equal(grouped.cpu(), expected), ("draws8", seed, start)
         assert torch.equal(single.cpu(), expected), ("draw1", seed, start)
 """

@@ -75,14 +75,6 @@ def _mix(product: Word, word: Word, key: int) -> Word:
     return high.bitwise_and_(MASK)
 
 
-def element_draws(index: Tensor, key: tuple[int, int], op_id: int) -> Tensor:
-    """Global element indices (int64, any shape) -> 16-bit draws (int64): the definition, one call an element."""
-    group, j = index >> 3, index & 7
-    words = philox4x32((group & MASK, group >> 32, op_id, 0), key)
-    word = torch.stack([torch.as_tensor(w).expand(index.shape) for w in words], -1)
-    return (word.gather(-1, (j >> 1).unsqueeze(-1)).squeeze(-1) >> (16 * (j & 1))) & 0xFFFF
-
-
 def dropped(groups: Tensor, high: Word, key: tuple[int, int], op_id: int, below: int) -> Tensor:
     """Groups of 8 elements -> bool [len(groups), 8], True where the draw is less than `below` (in [0, 65536)).
 
