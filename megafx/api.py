@@ -165,23 +165,19 @@ def search(
     """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
 
     Tried are tensor-, context- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes
-    (`batches`), and budgets for what is kept for backward; other fields are those of `config`, and so is a
-    context_parallel_size of more than 1 or an activation_memory_budget. Beyond one host pipelines of `megafx.pipeline` are
-    tried too. global_batch: rows of a step, in as many micro-batches as ranks need (gradients add up); without it, one a step,
-    and of a pipeline four for each of its ranks. str() of the result is a table with step time,
-    MFU, memory, bytes and why each loses to the best; `.config` is that of the best; `.best` has up to `shown` of them, and
-    .to_json() is all of it as data. Configurations that differ in the form of data parallelism alone, and by at most 2% in
-    time, are one of these: the others are its `.twins`. Needs no ranks, GPU or weights. Raises CaptureError, UsageError.
+    (`batches`), for mixtures whose rows are sorted by expert numbers of ranks that share out the experts, and budgets for what
+    is kept for backward; other fields are those of `config`, and so are a context_parallel_size or an
+    expert_model_parallel_size of more than 1, and an activation_memory_budget. Beyond one host pipelines of `megafx.pipeline`
+    are tried too. global_batch: rows of a step, in as many micro-batches as ranks need (gradients add up); without it, one a
+    step, and of a pipeline four for each of its ranks. str() of the result is a table with step time, MFU, memory, bytes and
+    why each loses to the best; `.config` is that of the best; `.best` has up to `shown` of them, and .to_json() is all of it as
+    data. Configurations that differ in the form of data parallelism alone, and by at most 2% in time, are one of these: the
+    others are its `.twins`. Needs no ranks, GPU or weights. Raises CaptureError, UsageError.
     """
     limit = device_memory(memory)
     if gpus < 1 or not batches or min(batches) < 1 or (global_batch is not None and global_batch < 1):
         found = f"gpus={gpus}, batches={tuple(batches)}, global_batch={global_batch} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes and a global batch of at least 1")
-    if config is not None and (size := config.expert_model_parallel_size) > 1:
-        found = f"expert_model_parallel_size={size}: search does not try ranks that share out experts"
-        raise UsageError(
-            found, fix="leave expert_model_parallel_size at 1, and compare such a config by megafx.rehearse"
-        )
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     wants_grad = call.wants_grad()
     return search_call(

@@ -4,7 +4,8 @@ Tried are all ways to share the GPUs between tensor, context and data parallelis
 parallelism on and off, micro-batch sizes, and budgets for what is kept for backward; beyond one host also pipelines, and
 sequence parallelism on alone. Every layout of tensor- and context-parallel ranks is planned as `megafx.plan` does, at the
 first batch size; planner/whole_step.py adds the rest of a step. Tensor-parallel ranks are of one host. Sequences are cut where
-they are so long that each rank has LEAST_TOKENS of them, or where the config says so.
+they are so long that each rank has LEAST_TOKENS of them, or where the config says so. Experts of mixtures are shared out among
+data-parallel ranks of one host, or as many as the config says.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from megafx.analysis.costed_graph import costed_graph
 from megafx.compiler.choose import tried
 from megafx.compiler.cut_sequence import cut_sequence
 from megafx.compiler.stages import before, describe_plan, passes_of, since
 from megafx.config import Config
 from megafx.errors import MegafxError, UsageError
-from megafx.ir.program import Input, Program
+from megafx.ir.program import VAL, Input, Program
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import DDP, DataAxis
 from megafx.planner.context import Planner, price_workload
@@ -189,7 +192,7 @@ class Found:
                 k.tensor_model_parallel_size,
                 k.context_parallel_size,
                 c.split.ranks if c.split.chunks == 1 else f"{c.split.ranks}x{c.split.chunks}",
-                k.data_parallel_size or 1,
+                f"{k.data_parallel_size or 1}{f', ep={e}' if (e := k.expert_model_parallel_size) > 1 else ''}",
                 form,
                 "on" if k.sequence_parallel else "off",
             )
@@ -262,20 +265,22 @@ def search_call(
             refused[why] = f"tp={t}" if t == gpus else f"tp={t} and more"
             continue
         for c in _context_sizes(config, gpus // t):
+            d = gpus // (t * c)
             for sequence in _sequence(t, gpus > hardware.gpus_per_host):
-                d = gpus // (t * c)
                 options = in_form(config, DDP).replace(
                     tensor_model_parallel_size=t,
                     context_parallel_size=c,
                     sequence_parallel=sequence,
                     data_parallel_size=d if d > 1 else None,
+                    expert_model_parallel_size=1,
                 )
-                what = f"tp={t}, {f'cp={c}, ' * (c > 1)}sequence_parallel={sequence}"
-                try:
-                    with stage(f"plan {what}"):
-                        tried += search.candidates(options)
-                except MegafxError as error:
-                    refused.setdefault(error.found, what)
+                for e in search.expert_sizes(config, options):
+                    what = f"tp={t}, {f'cp={c}, ' * (c > 1)}{f'ep={e}, ' * (e > 1)}sequence_parallel={sequence}"
+                    try:
+                        with stage(f"plan {what}"):
+                            tried += search.candidates(options.replace(expert_model_parallel_size=e))
+                    except MegafxError as error:
+                        refused.setdefault(error.found, what)
     refused = {what: why for why, what in refused.items()}
     best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
@@ -309,6 +314,7 @@ class _Search:
     wants_grad: Callable[[Input], bool]
     global_batch: int | None
     whole: Program | None = None
+    most_experts: int | None = None
     ready: dict[tuple[bool | str, int], Program] = field(default_factory=dict)
 
     def candidates(self, config: Config) -> Iterator[Candidate]:
@@ -320,6 +326,7 @@ class _Search:
             for options, split in self._splits(config.replace(micro_batch_size=batch), len(picture.order)):
                 shards = copies_of(options, hardware) if self.shard is None else [self.shard]
                 shards = [s for s in shards if (options.data_parallel_size or 1) % s == 0]
+                shards = [s for s in shards if s % options.expert_model_parallel_size == 0]
                 for one in whole_steps(picture, step, options, hardware, self.memory, shards, split):
                     fits = fits or sum(one.memory.values()) <= self.memory
                     numbers = (one.parts, one.memory, one.rows, one.flops, one.sent, rate, peak)
@@ -334,7 +341,8 @@ class _Search:
             config.tensor_model_parallel_size or 1,
             config.micro_batch_size or 1,
         )
-        most = parts if d * t > self.hardware.gpus_per_host and config.context_parallel_size == 1 else 1
+        apart = config.context_parallel_size > 1 or config.expert_model_parallel_size > 1  # not in pipelines
+        most = parts if d * t > self.hardware.gpus_per_host and not apart else 1
         for ranks in [p for p in range(1, most + 1) if d % p == 0]:
             rest = d // ranks
             count = 1 if ranks == 1 else MICROBATCHES * ranks
@@ -351,8 +359,33 @@ class _Search:
         t, data = config.tensor_model_parallel_size or 1, DataAxis.of_context(config)
         return Planner(config, t, self.hardware, data, wants_grad=self.wants_grad)
 
-    def _ready(self, config: Config) -> Program:
-        """The program up to planning."""
+    def expert_sizes(self, config: Config, options: Config) -> list[int]:
+        """Numbers of ranks that share out experts to try beside these options: that of the config, where it has one."""
+        d, wanted = options.data_parallel_size or 1, config.expert_model_parallel_size
+        if wanted > 1:
+            return [wanted] * (d % wanted == 0)
+        inner = (options.tensor_model_parallel_size or 1) * options.context_parallel_size
+        most = min(d, self.hardware.gpus_per_host // inner, self._experts())
+        return [1, *(e for e in range(2, most + 1) if d % e == 0)]
+
+    def _experts(self) -> int:
+        """Experts of the largest mixture that is computed by grouped products."""
+        if self.most_experts is None:
+            targets = (torch.ops.megafx.grouped_mm.default, torch.ops.aten._grouped_mm.default)
+            found = [n for target in targets for n in self.captured.graph.find_nodes(op="call_function", target=target)]
+            self.most_experts = max((n.args[1].meta[VAL].shape[0] for n in found), default=1)
+        return self.most_experts
+
+    def _ready(self, config: Config) -> tuple[Program, tuple[str, ...]]:
+        """(the program up to planning, parameters of which ranks hold their experts alone)."""
+        if config.expert_model_parallel_size > 1:
+            planner = self._planner(config)
+            made, planner, _ = tried(self.captured, planner, before(plan_sharding, passes_of(planner, "planning")))
+            return made, planner.experts
+        return self._without_experts(config), ()
+
+    def _without_experts(self, config: Config) -> Program:
+        """The same where no ranks share out experts."""
         key, t = (config.sequence_parallel, config.context_parallel_size), config.tensor_model_parallel_size
         if key in self.ready and t != 1:
             return self.ready[key]
@@ -371,8 +404,9 @@ class _Search:
 
     def _priced(self, config: Config) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
         """The plan of the first batch size, at each of them."""
-        ready, first = self._ready(config), config.replace(micro_batch_size=self.batches[0])
+        first = config.replace(micro_batch_size=self.batches[0])
         planner = self._planner(first)
+        ready, planner.experts = self._ready(config)
         passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
         program, planner, _ = tried(ready, planner, passes)
         for batch in self.batches:

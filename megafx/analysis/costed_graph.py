@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.communication import MOVES_TOKENS, exchanged_bytes
 from megafx.analysis.layers import Layers
+from megafx.analysis.prices import axes_of, exchange_seconds
 from megafx.ir.contracts import TRANSITION, ends_of, is_transition
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
-from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
+from megafx.ir.program import PLACEMENT, VAL, Input, Program, fqn_of, source_of
 from megafx.ops.owners import OWNER_PARAMETER
-from megafx.placements.data_axis import inner_ranks
-from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
+from megafx.placements.data_axis import EXPERT_AXIS, inner_ranks
+from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
 from megafx.planner.cost import (
     TRAINING_PASSES,
@@ -95,15 +97,20 @@ class _Builder:
             order.append((own, drawn[index[of_region[name][0]]].region))
         hardware, wanted = self.planner.hardware, self.planner.config.tp_comm_overlap
         overlap = wanted is not False and hardware.transfer_bytes_per_second is not None
-        whole = self._whole()
+        whole, named = self._whole(), {*self.plan.experts}
+        experts = sum(self._bytes(n) * self._share(spec) for n, spec in self.params.items() if spec.name in named)
         return CostedGraph(
-            regions, drawn, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap
-        )
+            regions, drawn, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap, round(experts)
+        )  # fmt: skip
 
     # -- which nodes, and where
 
     def _communicates(self, node: fx.Node) -> bool:
-        """Whether it is a transition with a collective; those of parameters' gradients come last, together."""
+        """Whether it is a transition with a collective, or an exchange of tokens; transitions of parameters' gradients come
+        last, together."""
+        if node.target in MOVES_TOKENS:
+            self.moves[node] = self._exchange(node)
+            return True
         if not is_move(node):
             return False
         source = argument(node, "x")
@@ -113,6 +120,17 @@ class _Builder:
         if move.forward != LOCAL or move.backward != LOCAL:
             self.moves[node] = move
         return node in self.moves
+
+    def _exchange(self, node: fx.Node) -> PricedTransition:
+        """Tokens that travel to the ranks of their experts, or their sums; gradients travel back."""
+        ranks, t = argument(node, "places").meta[VAL].shape[0], self.planner.t
+        part = share(self.plan.ops[node.name].out, t)
+        sent = int(part * exchanged_bytes(self.program, node, ranks))
+        us = round(1e6 * part * exchange_seconds(self.program, node, self.planner.hardware, t), 3)
+        back = ALL_TO_ALL if node in self.planner.differentiable else LOCAL
+        inner = inner_ranks(EXPERT_AXIS, axes_of(self.program, t))
+        of_back = sent if back != LOCAL else 0
+        return PricedTransition("S0", "S0", ALL_TO_ALL, back, sent, of_back, 2 * us, us, EXPERT_AXIS, ranks, inner)
 
     def _regions(self, nodes: list[fx.Node]) -> tuple[list[str], dict[fx.Node, str]]:
         """Names of the regions in order, and the region of each node."""
@@ -257,14 +275,22 @@ class _Builder:
                 readers = [*readers[0].users, *readers[1:]]
             if readers:
                 region = regions[drawn[index[readers[0]]].region]
-                region.held += self._bytes(node) * share(self.plan.params[spec.name], self.planner.t) / region.times
+                region.held += self._bytes(node) * self._share(spec) / region.times
+
+    def _share(self, spec: Input) -> float:
+        """Of a parameter, what a rank holds of it before data-parallel ranks cut what is not of experts."""
+        part = share(self.plan.params[spec.name], self.planner.t)
+        if spec.name in self.plan.experts:
+            assert self.planner.data is not None
+            part /= self.planner.data.experts
+        return part
 
     def _whole(self) -> tuple[dict[str, int], PricedTransition | None, float]:
         """Bytes of parameters, gradients and AdamW's moments on a rank; the all-reduces of gradients; the optimizer's time."""
         t, held, optimizer = self.planner.t, 0.0, 0.0
         sent, us = 0, 0.0
         for node, spec in self.params.items():
-            part = share(self.plan.params[spec.name], t)
+            part = self._share(spec)
             held += self._bytes(node) * part
             optimizer += 1e6 * optimizer_seconds(self.program.sizes.numel(node.meta[VAL]), self.planner.hardware) * part
             for user in node.users:
@@ -301,7 +327,7 @@ def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) ->
     src, dst, ranks = value.meta[PLACEMENT], made.meta[PLACEMENT], planner.t
     numel, shape, inner = program.sizes.numel(val), program.sizes.shape(val), 1
     if axis != planner.axis:
-        inner = inner_ranks(axis, planner.t, planner.data.context if planner.data is not None else 1)
+        inner = inner_ranks(axis, axes_of(program, planner.t))
         src, dst = ends_of(program, made)
         ranks = argument(made, "size")
         if src.is_shard:

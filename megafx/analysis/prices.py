@@ -17,7 +17,7 @@ from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.offload import is_on_host
-from megafx.placements.data_axis import CONTEXT_AXIS, DATA_AXES, GRADIENT_AXIS, inner_ranks
+from megafx.placements.data_axis import EXPERT_AXIS, OUTER_AXES, TENSOR_AXIS, inner_ranks, ranks_of
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import (
     DTYPE_OF_ITEMSIZE,
@@ -51,7 +51,7 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     if not results:
         return 0.0
     if node.target in MOVES_TOKENS:
-        return _exchange_seconds(program, node, hardware)
+        return exchange_seconds(program, node, hardware, t)
     if is_start(node):
         return _collective_seconds(program, node, hardware, t)
     name = op_name(node)
@@ -89,11 +89,9 @@ def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: 
     kind, operands = STARTS[node.target], node.all_input_nodes
     args: Any = node.args
     inner = 1
-    if (batch := program.batch) is not None:
-        inner = inner_ranks(args[-1], t, batch.context)
-        t = {GRADIENT_AXIS: batch.ranks * batch.context, CONTEXT_AXIS: batch.context}.get(
-            args[-1], batch.ranks if args[-1] in DATA_AXES else t
-        )
+    if args[-1] in OUTER_AXES:
+        sizes = axes_of(program, t)
+        t, inner = ranks_of(args[-1], sizes), inner_ranks(args[-1], sizes)
     given: Any = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
     ranks = given[kind]() if kind in given else t
     whole = sum(program.sizes.numel(n.meta[VAL]) for n in operands) * (ranks if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
@@ -101,14 +99,20 @@ def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: 
     return library_seconds(kind, sent, hardware, ranks, inner)
 
 
-def _exchange_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
+def axes_of(program: Program, t: int) -> dict[str, int]:
+    """Sizes of the axes of the mesh. t: of the tensor-parallel one."""
+    return {**(program.batch.axes if program.batch is not None else {}), TENSOR_AXIS: t}
+
+
+def exchange_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
     """Tokens are read, sent, and written for each of their rows; of sums the other way round."""
     places: Any = argument(node, "places")
     ranks = int(places.meta[VAL].shape[0])
     sent = exchanged_bytes(program, node, ranks)
     operand: Any = node.args[0]
     moved = 2 * sent * ranks // (ranks - 1) + sum(bytes_of(program, n) for n in (node, operand))
-    return library_seconds(ALL_TO_ALL, sent, hardware, ranks) + memory_seconds(moved, hardware)
+    inner = inner_ranks(EXPERT_AXIS, axes_of(program, t))
+    return library_seconds(ALL_TO_ALL, sent, hardware, ranks, inner) + memory_seconds(moved, hardware)
 
 
 def _workload(program: Program, size: int | torch.SymInt) -> int:

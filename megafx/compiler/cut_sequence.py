@@ -61,7 +61,7 @@ def cut_sequence(program: Program, planner: Planner) -> int:
             fix="give token ids [batch, sequence] of several tokens to a model that takes any number of them (no loop over "
             "them), or set context_parallel_size to 1",
         )
-    program.batch = replace(program.batch, context=planner.data.context, equal=True)
+    program.batch = replace(program.batch, context=planner.data.context, equal=True, axes=planner.data.mesh)
     _count_queries(program)
     _name_axis_of_draws(program, CONTEXT_AXIS)
     config = planner.config.replace(  # outputs are whole on every rank, those beside a loss too

@@ -128,7 +128,8 @@ class Batch:
     of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
     (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
     leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands. experts: names
-    of parameters of which a rank has its experts alone (`hold_experts`).
+    of parameters of which a rank has its experts alone (`hold_experts`). axes: sizes of the axes of the mesh but the
+    tensor-parallel one.
     """
 
     ranks: int
@@ -140,6 +141,7 @@ class Batch:
     reduced: bool = False
     context: int = 1
     experts: tuple[str, ...] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

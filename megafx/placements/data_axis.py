@@ -14,6 +14,8 @@ ranks. (So does torchtitan, whose axis `dp_shard_cp` this is.)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megafx.config import Config
@@ -48,12 +50,22 @@ DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
 OUTER_AXES = (*DATA_AXES, CONTEXT_AXIS, EXPERT_AXIS)  # all but the tensor-parallel one
 
 
-def inner_ranks(axis: str, t: int, context: int) -> int:
-    """Ranks of the axes inside of this one, with t tensor- and so many context-parallel ranks: its neighbours are so many
-    apart. (Those that hold the same shard are farther apart, by the ranks of a copy.)"""
+def ranks_of(axis: str, sizes: Mapping[str, int]) -> int:
+    """Ranks of an axis, or of those that it joins. sizes: of the axes of a mesh."""
+    return math.prod(sizes.get(part, 1) for part in ((axis,) if axis in sizes else JOINED.get(axis, ())))
+
+
+def inner_ranks(axis: str, sizes: Mapping[str, int]) -> int:
+    """Ranks of the axes inside of this one: its neighbours are so many apart. (Those that hold the same shard are farther
+    apart, by the ranks of a copy.) sizes: of the axes of a mesh."""
     if axis in (TENSOR_AXIS, COPY_AXIS, CONTEXT_COPY_AXIS):
         return 1
-    return t if axis in (CONTEXT_AXIS, GRADIENT_AXIS, CONTEXT_SHARD_AXIS) else t * context
+    t, context = sizes.get(TENSOR_AXIS, 1), sizes.get(CONTEXT_AXIS, 1)
+    if axis in (CONTEXT_AXIS, GRADIENT_AXIS, CONTEXT_SHARD_AXIS):
+        return t
+    if axis == EXPERT_GRADIENT_AXIS:
+        return t if context > 1 else t * sizes.get(EXPERT_AXIS, 1)
+    return t * context
 
 
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"

@@ -85,7 +85,8 @@ class Region:
 @dataclass
 class CostedGraph:
     """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
-    that it is drawn as) of every layer, and of every part before, between and after them."""
+    that it is drawn as) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
+    those of which data-parallel ranks have their experts alone."""
 
     regions: list[Region]
     nodes: list[CostedOp]
@@ -98,3 +99,4 @@ class CostedGraph:
     hardware: Hardware
     ranks: int
     overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
+    experts: int = 0

@@ -7,6 +7,8 @@ What is added is coarser than the timeline:
   does (planner/cost.py), but its kernels no more of the device than on one host.
 - Parameters are gathered, and gradients scattered, a layer at a time; each call has a latency, which grows with the hosts.
 - Ranks that cut a sequence have summands of the same gradients, and share them out as data-parallel ranks do.
+- Experts that data-parallel ranks share out are held as the plan says in every form; their gradients are summed over the ranks
+  that have the same ones, beside the reductions of the others.
 - Pipeline stages and micro-batches: planner/pipeline_step.py. Gradients of micro-batches add up before they are reduced, but
   for those of fsdp without a pipeline, which ranks could not hold whole.
 - A budget of a fraction f costs at most (1 - f) of a forward pass.
@@ -65,7 +67,10 @@ def whole_steps(
     if own is None:
         return
     held = {kind: int(size * own.held) for kind, size in picture.memory.items()}
-    params, grads, moments = held["parameters"], held["gradients"], held["AdamW's moments"]
+    of_experts = picture.experts / max(picture.memory["parameters"], 1)  # of these bytes
+    of_others = 1 - of_experts
+    experts = {kind: int(size * of_experts) for kind, size in held.items()}
+    params, grads, moments = (held[kind] - experts[kind] for kind in ("parameters", "gradients", "AdamW's moments"))
     times = [r.times for r in picture.regions]
     forward, backward = (
         own.time * sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
@@ -80,9 +85,13 @@ def whole_steps(
     messages = 2 * split.chunks * m
     layers = max(round(sum(times) * own.held), 1)
     sharded = [(form, shard) for form in (ZERO1, FSDP) for shard in shards] if n > 1 else []
+    bucket, e = config.data_parallel_bucket_mib * 2**20, config.expert_model_parallel_size
+    same = _DataGroup(hardware, t * e, c, d // e, 1, layers, bucket, split)  # ranks that have the same experts
     for form, shard in [(DDP, 1), *sharded]:
-        group = _DataGroup(hardware, t, c, d, shard, layers, config.data_parallel_bucket_mib * 2**20, split)
-        waits = group.waits(form, params, grads, forward, backward)
+        group = _DataGroup(hardware, t, c, d, shard, layers, bucket, split)
+        waits = group.waits(form, params, grads, of_others * forward, of_others * backward)
+        if e > 1:  # collectives of both share the step
+            waits += same.waits(DDP, 0, experts["gradients"], of_experts * forward, of_experts * backward)
         whole = 1 if form == DDP else shard * c
         gathered = {DDP: 0, ZERO1: params, FSDP: 2 * params // layers}[form]
         for fraction in fractions_of(config):
@@ -92,19 +101,20 @@ def whole_steps(
                 "tensor-parallel collectives": m * of_tensor,
                 "context-parallel collectives": m * of_context,
                 "data-parallel collectives": m * of_data + waits,
-                "the optimizer": picture.optimizer_us * own.held / whole,
+                "the optimizer": picture.optimizer_us * own.held * (of_experts + of_others / whole),
                 "computing again in backward": m * again,
                 "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_tensor),
                 "messages between stages": messages * message,
             }
             used = {
-                "parameters": params // whole + gathered,
-                "gradients": grads // (1 if group.holds(form) else whole),
-                "AdamW's moments": moments // whole,
+                "parameters": params // whole + gathered + experts["parameters"],
+                "gradients": grads // (1 if group.holds(form) else whole) + experts["gradients"],
+                "AdamW's moments": moments // whole + experts["AdamW's moments"],
                 "kept for backward": int(own.kept * (1 if fraction is None else fraction)),
             }
             changed = in_form(config, form, shard).replace(activation_memory_budget=fraction)
             sent = int(m * moved * own.time) + messages * size + group.sent(form, params, grads)
+            sent += same.sent(DDP, 0, experts["gradients"])
             rows, flops = (config.micro_batch_size or 1) * d * m, step.flops * m / split.ranks
             yield WholeStep(changed, parts, used, rows, sent, flops, split)
             if sum(used.values()) <= memory:
@@ -121,7 +131,10 @@ def copies_of(config: Config, hardware: Hardware) -> list[int]:
     """Numbers of data-parallel ranks that may hold one copy of the parameters: all, or those of some hosts."""
     d = config.data_parallel_size or 1
     host = max(hardware.gpus_per_host // ((config.tensor_model_parallel_size or 1) * config.context_parallel_size), 1)
-    return [*(s for s in range(host, d, host) if d % s == 0 and s > 1), d]
+    return [
+        *(s for s in range(host, d, host) if d % s == 0 and s > 1 and s % config.expert_model_parallel_size == 0),
+        d,
+    ]
 
 
 @dataclass(frozen=True)

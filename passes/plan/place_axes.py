@@ -104,6 +104,8 @@ def place_axes(program: Program, planner: Planner) -> int:
             )
         typer = Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()
+    if program.batch is not None and planner.data is not None:
+        program.batch = replace(program.batch, axes=planner.data.mesh)
     return changes
 
 

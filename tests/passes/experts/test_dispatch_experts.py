@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.config import Config
-from megafx.errors import ConfigError, PlanError, UsageError
+from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
@@ -186,9 +186,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
     assert megafx.plan(Model(put_back).double(), config.replace(data_parallel_size=2), example_inputs=a_call())
 
 
-def test_a_large_run_is_rehearsed_and_search_says_that_it_has_none() -> None:
+def test_a_large_run_is_rehearsed() -> None:
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 4, "expert_model_parallel_size": 2}
     run = megafx.rehearse(Model(as_transformers).double(), Config(**sizes), world=4, example_inputs=a_call(8))
     assert run and run.groups["ep"] == (2, 2, 7), run.groups  # counts, which row is whose, and five moves of tokens
-    with pytest.raises(UsageError, match="search does not try ranks that share out experts"):
-        megafx.search(Model(as_transformers).double(), 4, "80GiB", Config(**sizes), example_inputs=a_call(8))
