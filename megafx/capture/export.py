@@ -76,6 +76,7 @@ def capture_call(
     scaled: bool = False,
     converting: Sequence[CodeType] = (),
     earlier: dict[Hashable, Traced] | None = None,
+    under_no_grad: bool = False,
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -93,7 +94,8 @@ def capture_call(
     state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
     functions: code of functions that are one node each (eager_parts.py). scaled: see `Probes`. converting: code whose
     `float(tensor)` is `.item()` (conversions.py).
-    earlier: how captures of this model went before, by kind of call; this one adds to it.
+    earlier: how captures of this model went before, by kind of call; this one adds to it. under_no_grad: the call is made under
+    torch.no_grad(), and what forward computes in torch.enable_grad() has gradients.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -110,6 +112,7 @@ def capture_call(
     module = model.get_submodule(part)
     where = device or target_device(model, [value for _, value in leaves])
     root = ExportedCall(model, loss_fn, part_forward(module) if part else forward)
+    root.under_no_grad = under_no_grad
 
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
 
@@ -353,6 +356,7 @@ class _Capture:
         self.in_spec = pytree.tree_structure((*self.tree, state))
         self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
         self.root.names = [name for name, _ in self.leaves]
+        self.root.numbers = frozenset(n for n, value in self.given if not isinstance(value, torch.Tensor))
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
 
@@ -394,7 +398,8 @@ class _Capture:
         self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         note = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})  # noqa: E731
-        self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager)
+        self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager, notes.append)
+        self.trace.memos.sizes_are_real = all(sizes.get(n, size) == size for n, size in self.dims.user.items())
         model = self.root.model
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}

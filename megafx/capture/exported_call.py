@@ -45,6 +45,8 @@ class ExportedCall(nn.Module):
         self.order = Order()
         self.values: CallValues | None = None
         self.names: list[str] = []  # of the leaves of a call
+        self.under_no_grad = False
+        self.numbers: frozenset[str] = frozenset()  # of those that are numbers
 
     def release(self) -> None:
         """Let go of the call's tensors: guards on what was read hold this module."""
@@ -65,10 +67,12 @@ class ExportedCall(nn.Module):
             args, kwargs = caches.revive((args, kwargs))
             given = [*_containers((args, kwargs))]
             assert self.trace is not None
+            self.trace.memos.given = {id(x): name in self.numbers for name, x in tensors.items()}
             if self.values is not None:
                 self.values.begin([*tensors.values()])
             stack.enter_context(DataShapeEnv.recording())
-            with self.trace.running(state):
+            off = torch.no_grad() if self.under_no_grad else contextlib.nullcontext()
+            with self.trace.running(state), off:
                 output = self.call(self.model, *args, **kwargs)
                 for module, name, old in buffers:
                     new = module._buffers.get(name)

@@ -22,9 +22,21 @@ from torch.overrides import TorchFunctionMode
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers
 from megafx.capture.like_layers import LikeLayers
+from megafx.capture.memos import Memos
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, Writes, watched
-from megafx.ir.python_state import NUMBERS, REPLACED_BY, Place, PythonState, leaf_places, parts_of, snapshot, whole
+from megafx.ir.holders import Remembered
+from megafx.ir.python_state import (
+    NUMBERS,
+    PLAIN,
+    REPLACED_BY,
+    Place,
+    PythonState,
+    leaf_places,
+    parts_of,
+    snapshot,
+    whole,
+)
 from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import matching
 
@@ -41,7 +53,8 @@ class Followed:
     store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
     reads them; read_first: after it has. objects: that forward puts at places, in the trace that first showed it.
     parameters: places outside of modules' own tables that hold a parameter of the model (or that it has replaced), with its
-    FQN: the graph reads that one. layer_by_layer: no call of a layer is a copy of another's (like_layers.py).
+    FQN: the graph reads that one. layer_by_layer: no call of a layer is a copy of another's (like_layers.py). remembered: calls
+    of functions with functools.lru_cache.
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -55,6 +68,11 @@ class Followed:
     read_first: set[str] = field(default_factory=set)
     parameters: dict[str, tuple[Place, str]] = field(default_factory=dict)
     layer_by_layer: bool = False
+    remembered: dict[str, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        places = [place.outermost for place in self.inputs.values()]
+        self.remembered |= {p.name: p for p in places if isinstance(p.holder, Remembered)}
 
     @property
     def each_layer(self) -> bool:
@@ -70,13 +88,16 @@ class Followed:
             self.objects,
             self.parameters,
         )
-        return self.layer_by_layer or any(state)
+        by_module = any(not isinstance(x, PLAIN) for p in self.remembered.values() for x in p.holder.leaves)
+        return self.layer_by_layer or by_module or any(state)
 
     def all_inputs(self) -> dict[str, Any]:
         """Name -> what is read for it at each call, in the order of the graph's inputs."""
         return {**self.inputs, **{each.name: each for each in self.computed}}
 
     def values(self) -> dict[str, Any]:
+        for place in self.remembered.values():
+            place.holder.hold()
         return {name: whole(each.get()) for name, each in self.all_inputs().items()}
 
     def learn_hooks(self, trace: Trace, outside: Collection[nn.Module]) -> bool:
@@ -159,22 +180,32 @@ def _as_numbers(index: Any, shape: Sequence[Any], written: bool) -> Any:
     """An index with whole numbers that are tensors or are counted, `buffer[pointer % 3]`: torch reads them as Python's."""
     if not isinstance(index, tuple):
         return _as_number(index, shape[0]) if shape else index
-    kinds = (int, slice, HostNumber, FakeTensor)
-    if written or len(index) > len(shape) or not all(isinstance(each, kinds) for each in index):
+    kinds = (int, slice, HostNumber, FakeTensor, torch.SymInt, type(None), type(...))
+    if written or not all(isinstance(each, kinds) for each in index):
         return index  # torch takes no number of data beside slices where it writes
-    return tuple(_as_number(each, size) for each, size in zip(index, shape, strict=False))
+    if any(isinstance(each, FakeTensor) and (each.dim() or each.dtype == torch.bool) for each in index):
+        return index  # beside an index of several elements, one of a single element is such an index, too
+    dims = [each for each in index if each is not None and each is not ...]
+    if len(dims) > len(shape):
+        return index
+    sizes, found = [*shape], list[Any]()
+    for each in index:
+        if each is ...:
+            sizes = sizes[len(sizes) - (len(dims) - len([x for x in found if x is not None])) :]
+        found.append(each if each is None or each is ... else _as_number(each, sizes.pop(0)))
+    return tuple(found)
 
 
 def _as_number(index: Any, size: Any) -> Any:
     if isinstance(index, HostNumber) and isinstance(index.value, int):
         index = index.owner.as_tensor(index)
     whole = isinstance(index, FakeTensor) and index.dim() == 0 and not index.dtype.is_floating_point
-    if not whole or index.dtype == torch.bool or not isinstance(size, int):
+    if not whole or index.dtype == torch.bool:
         return index
-    number = index.item()
-    torch._check(number >= -size)
+    number = torch.where(index < 0, index + size, index).item()  # numbers that are read count from the start
+    torch._check(number >= 0)
     torch._check(number < size)
-    return number % size
+    return number
 
 
 def _running_statistics(x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -218,11 +249,12 @@ for _use in _USES.split():
 class Trace:
     """The Python state of one trace. tensors: those that forward leaves behind, by the name of the place."""
 
-    def __init__(self, model: nn.Module, followed: Followed, eager: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, followed: Followed, eager: Sequence[str], note: Callable[[str], None]) -> None:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
         self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers()
         self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self._taken, self.writes.compare
+        self.memos = self.reads.memos = Memos(self.reads, followed.remembered, self._begin, note)
         self.own = {id(p): fqn for fqn, p in model.named_parameters(remove_duplicate=False)}
         self.learned = False
         self.tensors: dict[str, list[Tensor]] = {}
@@ -249,7 +281,7 @@ class Trace:
                 if name not in followed.inputs:
                     put(place, self.numbers.of(place, place.get()))
             for name, place in followed.inputs.items():
-                put(place, state[name])
+                put(*_in_tuples(place, state[name]))
             for place in followed.growing.values():
                 put(place, GrowingList(place.get(), place))
             for name, place in followed.dicts.items():
@@ -260,7 +292,12 @@ class Trace:
             for place, fqn in followed.parameters.values():
                 mutable, value = _in_tuples(place, self.reads.model.get_parameter(fqn))
                 put(mutable, value)
-            with self.reads.recording(self._start), _OutsideWrites(self._learn_write):
+            entering = {id(state[name]): place for name, place in followed.inputs.items()}
+            with (
+                self.reads.recording(self._start),
+                _OutsideWrites(self._learn_write),
+                self.memos.running(self.reads.model, entering),
+            ):
                 yield
             self.finished = True
             for one in self.watched.values():
@@ -270,12 +307,17 @@ class Trace:
             self.writes.restore()
             for place, value in reversed(replaced):
                 place.set(value)
+            for place in followed.remembered.values():
+                place.holder.release()
 
     def _attributes(self) -> Iterator[Place]:
         """All attributes of modules. (Several may hold one list.)"""
         for module in self.reads.model.modules():
             for name in vars(module):
                 yield Place(vars(module), name, name)
+
+    def _begin(self) -> None:
+        raise TraceAgain
 
     def _start(self) -> None:
         """All names that code reads have been found."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _autograd as autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx import Node
+from torch.fx import Node, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
@@ -58,7 +58,14 @@ from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, replaced_functional
+from megafx.ir.holders import (
+    FUNCTIONAL,
+    LEFT_BY_CAPTURES,
+    SETTINGS,
+    flag_of_the_call,
+    own_method,
+    replaced_in,
+)
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
@@ -248,8 +255,16 @@ def replacements(
     table += [Replacement(torch.compiler.is_exporting, "__code__", lambda old: _is_exporting.__code__, why)]
 
     why = "torch gives modes, of which a capture has several, what is called `silu` now: one that calls torch's would run often"
-    for name in replaced_functional():
+    for name in replaced_in(nn.functional):
         table.append(Replacement(nn.functional, name, functools.partial(_once, FUNCTIONAL[name]), why))
+    for name, other in replaced_in(Tensor).items():
+        if isinstance(other, FunctionType) and (own := own_method(name)) is not None:
+            table.append(Replacement(Tensor, name, functools.partial(_once, own), why))
+
+    if nn.Module.__call__ is not _symbolic_trace._orig_module_call:
+        why = "torch calls what `nn.Module.__call__` was when it was imported"
+        call = nn.Module.__call__
+        table += [Replacement(_symbolic_trace, "_orig_module_call", lambda old: call, why)]
 
     why = "a capture leaves modes that the call is made in: code that asks for them is given those of the call"
     table += [Replacement(torch, name, functools.partial(_of_the_call, name), why) for name in LEFT_BY_CAPTURES]

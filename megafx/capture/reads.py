@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import itertools
 import os
 import sys
@@ -21,18 +20,21 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megafx.capture.code_names import chains, codes, names_of
+from megafx.capture.memos import MEMO, Memos, memo_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.holders import (
     BACKENDS,
     ENVIRONMENT,
+    FUNCTIONAL,
+    OF_TORCH,
     SETTINGS,
     Current,
     Default,
@@ -41,6 +43,7 @@ from megafx.ir.holders import (
     Setting,
     SizesOf,
     is_backend,
+    replaced_in,
 )
 from megafx.ir.python_state import (
     ABSENT,
@@ -72,7 +75,6 @@ LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sy
 # Methods that code calls without naming them.
 _METHODS = "call getattr getitem setitem contains iter next len bool enter exit mul rmul add radd sub truediv"
 _PROTOCOL = frozenset(f"__{name}__" for name in _METHODS.split())
-_MEMO = type(lru_cache(lambda: None))
 
 
 class Reads:
@@ -107,7 +109,8 @@ class Reads:
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.warned: list[Warned] = []
         self.unhooked: Collection[nn.Module] = ()  # modules whose own hooks the caller runs
-        self.memos: list[Any] = []  # functools.lru_cache's: what a trace computes is of no use to other code
+        self.memos: Memos | None = None  # calls of functions with functools.lru_cache
+        self.hidden: list[Any] = []  # those that code finds at a place where nothing can be put
         for fqn, module in model.named_modules():
             if id(module) not in self.skipped:
                 self._know(module, fqn)
@@ -125,7 +128,7 @@ class Reads:
             yield
         finally:
             self.on = False
-            for memo in self.memos:
+            for memo in self.hidden:
                 memo.cache_clear()
         if any(names_layerdrop(m) for m in self.model.modules()):
             return  # numbers that are compared with it decide nothing: it is 0 while a model is traced (prepare.py)
@@ -173,6 +176,8 @@ class Reads:
                 else:
                     setattr(cls, name, old)
         self.patched.clear()
+        if self.memos is not None:
+            self.memos.undo()
 
     def getattribute(self, plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         """A class's `__getattribute__` that notes what is read."""
@@ -197,7 +202,7 @@ class Reads:
                 self._note(owner, name, ABSENT)
                 raise
             self._note(owner, name, value)
-            return value
+            return value if self.memos is None else self.memos.of_attribute(value)
 
         return read
 
@@ -294,6 +299,11 @@ class Reads:
         self.taken(place)
         self._reach(value, place)
 
+    def take_call(self, place: Place) -> None:
+        """Code reads what a function with functools.lru_cache gives."""
+        if (id(place.holder), place.key) not in self.places:
+            self._take((id(place.holder), place.key), place, place.get())
+
     def _reach(self, value: Any, place: Place) -> None:
         """What is read of this value is noted too."""
         if type(value) in weakref.ProxyTypes:
@@ -309,10 +319,12 @@ class Reads:
             self.generators.append((place, state))
         elif isinstance(value, Iterator):
             self.iterators.append((place, value))
-        elif isinstance(value, (types.FunctionType, _MEMO)):
-            self._look_through(value)
+        elif isinstance(value, MEMO):
+            self._find_memo(value, place)
+        elif isinstance(value, types.FunctionType):
+            self.look_through(value)
         elif isinstance(value, types.MethodType):
-            self._look_through(value.__func__, type(value.__self__))
+            self.look_through(value.__func__, type(value.__self__))
             self._reach(value.__self__, Place(value, "__self__", f"{place.name}.__self__", place.line))
         elif isinstance(value, partial):
             for name in ("func", "args", "keywords"):
@@ -343,7 +355,7 @@ class Reads:
                 for base in type(value).__mro__:
                     if not _of_library(base):  # Python finds these past __getattribute__
                         for name in _PROTOCOL & vars(base).keys():
-                            self._look_through(vars(base)[name], type(value))
+                            self.look_through(vars(base)[name], type(value))
 
     def _know(self, value: Any, name: str) -> None:
         self.names[id(value)] = name
@@ -388,7 +400,10 @@ class Reads:
     def _find_globals(self) -> None:
         """Look through the code of the model: that of the user, and of the packages that modules of the model are from."""
         self._code_seen: set[int] = set()
+        self.places.setdefault((id(OF_TORCH), "number"), Place(OF_TORCH, "number", "torch.Tensor's methods"))
         self._packages = {type(m).__module__.partition(".")[0] for m in self.model.modules()} - LIBRARIES
+        for method in (f for owner in (torch.Tensor, nn.Module) for f in replaced_in(owner).values()):
+            self.look_through(getattr(method, "fget", getattr(method, "__func__", method)))
         for module in self.model.modules():
             if id(module) in self.skipped:
                 continue
@@ -396,7 +411,7 @@ class Reads:
             forward = vars(module).get("forward", ABSENT)
             own = getattr(forward, "own", forward)
             for function in (own, getattr(type(module), "forward", None), type(module).__call__):
-                self._look_through(getattr(function, "__func__", function), type(module))
+                self.look_through(getattr(function, "__func__", function), type(module))
             for table in ("_forward_hooks", "_forward_pre_hooks") if module not in self.unhooked else ():
                 for number, hook in vars(module).get(table, {}).items():  # those that are traced
                     self._reach(hook, Place(vars(module)[table], number, f"a hook of '{self.names[id(module)]}'"))
@@ -418,15 +433,35 @@ class Reads:
             found = vars(module).get(name) if module.__name__.startswith("torch") else None
             if not isinstance(found, types.ModuleType):
                 if isinstance(found, (types.FunctionType, types.BuiltinFunctionType)) and is_of_torch(found):
-                    self._bound(Place(vars(module), name, f"{module.__name__}.{name}"))
+                    self._note_inner(module, name, found)
                 return
             module = found
 
-    def _look_through(self, function: Any, cls: type | None = None) -> None:
+    def _note_inner(self, module: types.ModuleType, name: str, function: Any) -> None:
+        """The function of torch that is called `name` in a module, and those of torch that it calls."""
+        key = id(vars(module)), name
+        if key in self.places:
+            return
+        self._bound(Place(vars(module), name, f"{module.__name__}.{name}"))
+        if not isinstance(function, types.FunctionType) or function.__globals__ is not vars(nn.functional):
+            return
+        for kind, (first, *rest) in chains(function.__code__):
+            if kind == "global" and first in FUNCTIONAL and not first.startswith(("has_torch", "handle_torch")):
+                self._note_inner(nn.functional, first, vars(nn.functional)[first])
+            elif (
+                kind == "global" and first == "torch" and len(rest) == 1 and callable(found := vars(torch).get(rest[0]))
+            ):
+                self._note_inner(torch, rest[0], found)
+
+    def look_through(self, function: Any, cls: type | None = None) -> None:
         """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
-        if isinstance(function, _MEMO):
-            self._forget(function)
-        function = inspect.unwrap(function) if callable(function) else function
+        if self.memos is not None and self.memos.is_one(function):
+            return
+        if isinstance(function, MEMO):  # the trace computes, and what it computes is not found by other code
+            self.hidden.append(function)
+            function.cache_clear()
+        if callable(inner := getattr(function, "__wrapped__", None)):  # what is around it is looked through, too
+            self.look_through(inner, cls)
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
@@ -473,10 +508,13 @@ class Reads:
                 self._note_of_class(cls, name, line)
 
     def look_through_class(self, cls: type, *names: str) -> None:
-        """As `_look_through`, of the methods that code calls without naming them, and of those named."""
+        """As `look_through`, of the methods that code calls without naming them, and of those named."""
         for name in ("__new__", "__init__", "__call__", "forward", "backward", "setup_context", *names):
             method = vars(cls).get(name)
-            self._look_through(getattr(method, "__func__", method), cls)
+            if memo_of(method) is not None:
+                self._find_memo(method, Place(cls, name, f"{cls.__name__}.{name}"))
+                continue
+            self.look_through(getattr(method, "__func__", method), cls)
 
     def _note_named(self, code: types.CodeType, names: dict[str, Any], where: str, line: SourceLine) -> None:
         """Code asks for names by strings, in the globals of a module: those of its strings that may be meant."""
@@ -492,8 +530,10 @@ class Reads:
             return
         found = vars(bases[owner])[name]
         method = getattr(found, "fget", getattr(found, "__func__", found))
-        if callable(method):
-            self._look_through(method, cls)
+        if memo_of(found) is not None:
+            self._find_memo(found, Place(bases[owner], name, f"{bases[owner].__name__}.{name}", line))
+        elif callable(method):
+            self.look_through(method, cls)
         elif isinstance(found, PLAIN) or parts_of(found) is not None or self._is_object(found):
             for base in bases[: owner + 1]:
                 place = self._variable(own := self._own(base), name, f"{base.__name__}.{name}", line)
@@ -514,11 +554,11 @@ class Reads:
     def _own(self, cls: type) -> OwnAttributes:
         return self.classes.setdefault(cls, OwnAttributes(cls))
 
-    def _forget(self, memo: Any) -> None:
-        """Of a function with functools.lru_cache: the trace computes, and what it computes is not found by other code."""
-        if not any(memo is known for known in self.memos):
-            self.memos.append(memo)
-            memo.cache_clear()
+    def _find_memo(self, found: Any, place: Place) -> None:
+        """A function with functools.lru_cache, which code finds at this place."""
+        attribute = any(place.holder is vars(m) for m in self.model.modules())  # `getattribute` gives another
+        if self.memos is None or not (attribute or self.memos.find(found, place)):
+            self.look_through(memo_of(found))
 
     def _note_name(self, place: Place, rest: list[str]) -> None:
         """place: of a global or enclosing variable; rest: the attributes that code reads of it."""
@@ -555,7 +595,7 @@ class Reads:
                 self.met(value, place.name)
                 at = Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(vars(value)), rest[0]), at, at.get())
-        elif callable(value) and library and not isinstance(value, (_MEMO, partial, types.MethodType, nn.Module)):
+        elif callable(value) and library and not isinstance(value, (MEMO, partial, types.MethodType, nn.Module)):
             self._note_setting(value, rest, place)
             return self._bound(place)
         if key not in self.places:

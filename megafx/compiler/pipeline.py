@@ -10,6 +10,7 @@ from megafx.compiler.runner import Runner
 from megafx.compiler.stages import EVERY_RANK, before, passes_of, runner_of, since
 from megafx.config import FIT
 from megafx.errors import PlanError
+from megafx.ir.holders import own_functional
 from megafx.ir.program import Program
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.recompute.choose_kept import choose_kept
@@ -25,7 +26,7 @@ def compile_program(program: Program, planner: Planner) -> Compiled:
     if fits and planner.device_bytes is None:
         found = f"activation_memory_budget='fit' on a device whose memory is not known ({planner.hardware.name})"
         raise PlanError(found, fix="give the bytes (activation_memory_budget='24GiB'), or a profile with memory_bytes")
-    with alone():
+    with alone(), own_functional():
         if fits:
             runner.run(program, before(choose_kept, passes))
             return fitting(program, planner, since(choose_kept, passes), runner)
@@ -37,7 +38,7 @@ def plan_only(program: Program, planner: Planner) -> Plan:
     """CAPTURED program -> its plan, with the report; the program is left PLACED."""
     config, passes = planner.config, passes_of(planner, "planning")
     runner, numbers = _started(planner)
-    with alone():
+    with alone(), own_functional():
         runner.run(program, before(flatten_tokens, passes), numbers)
         try:
             chosen = sequence_parallel(program, planner, since(flatten_tokens, passes))

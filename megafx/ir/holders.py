@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
+from megafx.ir.call_spec import ambient_autocast, no_autocast
 from megafx.ir.python_state import ABSENT, Place, items_of, put_items
 
 
@@ -128,25 +131,139 @@ def is_backend(holder: Any) -> bool:
     return name.startswith(BACKENDS)
 
 
-# Functions of torch that are Python code, before anybody put others there (but for what did so before megafx was imported).
-FUNCTIONAL = {name: f for name, f in vars(torch.nn.functional).items() if isinstance(f, types.FunctionType)}
+def _is_of_torch(found: Any) -> bool:
+    function = getattr(found, "fget", getattr(found, "__func__", found))
+    return not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] == "torch"
 
 
-def replaced_functional() -> dict[str, Any]:
-    """Those in whose place somebody has put others: the others."""
-    now = vars(torch.nn.functional)
-    return {name: now[name] for name, own in FUNCTIONAL.items() if now.get(name, own) is not own}
+def _functions(owner: Any) -> dict[str, Any]:
+    kinds = (types.FunctionType, types.BuiltinFunctionType)
+    return {name: f for name, f in vars(owner).items() if isinstance(f, kinds) and _is_of_torch(f)}
+
+
+# What torch itself has in modules and classes (but for functions that others put there before megafx was imported).
+FUNCTIONAL = _functions(torch.nn.functional)
+_OWN: dict[Any, dict[str, Any]] = {
+    owner: {n: f for n, f in vars(owner).items() if _is_of_torch(f)} for owner in (torch.Tensor, nn.Module)
+}
+_OWN |= {torch.nn.functional: FUNCTIONAL, torch: _functions(torch)}
+_LOOKED_AT = (torch.Tensor, nn.Module)  # in each call; guards name the functions of torch's modules
+# What captures replace for a time, which other threads see.
+_METHODS = (
+    "data register_hook retain_grad backward __repr__ __format__ is_inference __getattribute__ __setattr__ _apply"
+)
+_FOR_A_TIME = frozenset(_METHODS.split())
+
+
+class OfTorch:
+    """Methods of torch's classes in whose place somebody has put others."""
+
+    def __init__(self) -> None:
+        self.known: list[dict[Any, Any]] = [{}]
+        self.last: dict[Any, dict[str, Any]] = {}
+        self.of_last = 0
+
+    @property
+    def number(self) -> int:
+        """Equal where the same are there: 0 for torch's own alone."""
+        if not self.last or not all([before == vars(owner) for owner, before in self.last.items()]):
+            self.last = {owner: dict(vars(owner)) for owner in _LOOKED_AT}
+            found = {(owner, n): f for owner in _LOOKED_AT for n, f in replaced_in(owner).items()}
+            if found not in self.known:
+                self.known.append(found)
+            self.of_last = self.known.index(found)
+        return self.of_last
+
+
+OF_TORCH = OfTorch()
+
+
+def replaced_in(owner: Any) -> dict[str, Any]:
+    """What others have put into a class of torch, or in the place of functions of a module of torch."""
+    own, now = _OWN[owner], vars(owner)
+    found = {n: now.get(n, ABSENT) for n, f in own.items() if now.get(n) is not f}
+    if isinstance(owner, type):
+        found |= {n: f for n, f in now.items() if n not in own}
+    # torch wraps some functions when others of its modules are imported
+    return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not (_name(f) == n and _is_of_torch(f))}
+
+
+def _name(found: Any) -> str:
+    return str(getattr(found, "__name__", ""))
+
+
+def own_method(name: str) -> Any:
+    """torch's own method of tensors; None where it has none."""
+    return _OWN[torch.Tensor].get(name, getattr(torch._C.TensorBase, name, None))
+
+
+def replaces_torchs() -> bool:
+    """True if somebody has put others in the place of torch's methods or functions, when a model was compiled or since."""
+    return bool(_seen or OF_TORCH.of_last)
+
+
+_seen: list[str] = []  # names of such functions
 
 
 @contextlib.contextmanager
 def own_functional() -> Iterator[None]:
-    """Within, torch's own are there: patterns mean these."""
-    others = replaced_functional()
-    vars(torch.nn.functional).update({name: FUNCTIONAL[name] for name in others})
+    """Within, torch's own are there: megafx's code and patterns mean these."""
+    others = [(owner, name, f) for owner in _OWN for name, f in replaced_in(owner).items()]
+    _seen[:] = _seen or [name for _, name, _ in others]
+    for owner, name, _ in others:
+        _put(owner, name, _OWN[owner].get(name, ABSENT))
     try:
         yield
     finally:
-        vars(torch.nn.functional).update(others)
+        for owner, name, other in others:
+            _put(owner, name, other)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is not ABSENT:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
+
+
+class Remembered:
+    """What a function with functools.lru_cache gives for these arguments: `value` calls it, in the modes in which forward does.
+
+    leaves, spec: of (args, kwargs), with a Place for each tensor that the model holds.
+    """
+
+    def __init__(
+        self, memo: Any, leaves: list[Any], spec: pytree.TreeSpec, grad: bool, autocast: list[dict[str, Any]]
+    ) -> None:
+        self.memo, self.leaves, self.spec, self.grad, self.autocast = memo, leaves, spec, grad, autocast
+        self.held: Any = ABSENT  # while a model is traced
+
+    @property
+    def value(self) -> Any:
+        return self._found() if self.held is ABSENT else self.held
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        self.held = new
+
+    def hold(self) -> None:
+        """Look it up, and keep it until `release`."""
+        self.held = self._found()
+
+    def release(self) -> None:
+        """Look it up at each use again."""
+        self.held = ABSENT
+
+    def _found(self) -> Any:
+        leaves = [x.get() if isinstance(x, Place) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if ambient_autocast() != self.autocast:
+                stack.enter_context(no_autocast())
+                for context in self.autocast:
+                    stack.enter_context(torch.autocast(**context))
+            return self.memo(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from argparse import Namespace
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import contains, getitem
+from operator import attrgetter, contains, getitem
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megafx.errors import SourceLine
+from megafx.ir.source_lines import is_user_file
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 NUMBERS = (int, float)
@@ -349,6 +350,10 @@ class PythonState:
         self._in_dicts.close()
         self._in_sequences.close()
         self._lengths = [*map(len, self._containers)]
+        functions = {id(f): (place, f) for place, wanted in self.guards if (f := _function(wanted)) is not None}
+        self._functions = [*functions.values()]
+        self._code = [_CODE(f) for _, f in self._functions]
+        self._just_functions = [f for _, f in self._functions]
         self._without = [*{id(holder): holder for holder in self._absent[0]}.values()]
         self._sizes = [*map(len, self._without)]
 
@@ -395,6 +400,7 @@ class PythonState:
                 and ([*map(len, self._without)] == self._sizes or self._still_absent())
                 and all([(now := getattr(o, k, ABSENT)) is v or same(now, v) for o, k, v in self._objects])
                 and [*map(len, self._containers)] == self._lengths
+                and [*map(_CODE, self._just_functions)] == self._code
                 and all([same(x, wanted) for x, wanted in self._arrays])
                 and all([members == wanted for members, wanted in self._sets])
                 and all([[*table] == keys for table, keys in self._orders])
@@ -412,6 +418,7 @@ class PythonState:
     def changed(self) -> list[Place]:
         """The places that hold something else, those inside of containers by themselves."""
         found = [p for place, wanted in self.guards for p in _differences(place, place.get(), wanted)]
+        found += [p for (p, f), was in zip(self._functions, self._code, strict=True) if _CODE(f) != was]
         if not found:  # equal, in other objects
             self._bind()
         return found
@@ -433,6 +440,17 @@ class PythonState:
         values = [(write, write.values(written.get(name, []))) for name, write in self.writes.items()]
         for write, value in values:
             write.give(value)
+
+
+_CODE = attrgetter("__code__", "__defaults__")
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """The function of the user that a value is, or the method of: tools that reload code put other code into it."""
+    function = getattr(value, "__func__", value)
+    return (
+        function if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename) else None
+    )
 
 
 def _requires_grad(value: Any) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
-from megafx.ir.program import Input
+from megafx.ir.program import Input, Program
+from megafx.runtime.keys import Call
 from megafx.units import bytes_text
 
 KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until backward
@@ -75,3 +78,37 @@ def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
         return [x._version for x in tensors]
     except RuntimeError:
         return [None if x.is_inference() else x._version for x in tensors]
+
+
+class EntersGrad(Exception):
+    """A call under torch.no_grad() has outputs that require a gradient, since forward enters torch.enable_grad()."""
+
+
+def enters_grad(program: Program) -> bool:
+    """True if something that forward computes requires a gradient."""
+    pairs = zip(program.outputs, program.results(), strict=True)
+    return any(spec.kind == "user" and spec.requires_grad and node.op != "placeholder" for spec, node in pairs)
+
+
+def in_eager_mode(
+    runtime: Any, call: Call, why: str, autocast: Sequence[dict[str, Any]], training: Mapping[nn.Module, bool]
+) -> Any:
+    """What the user's own code makes of a call of a `Runtime`, with autograd. training: the mode of each module."""
+    text = f"{why}: such calls are computed once more, in eager mode"
+    if runtime.mesh is not None:
+        size = sum(p.numel() * p.element_size() for p in {id(p): p for p in runtime.parameters.all()}.values())
+        text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
+    runtime.note("gradients", text)
+    before, runtime.capturing = runtime.capturing, True
+    modes = {m: m.training for m in training}
+    try:
+        for module, mode in training.items():
+            module.training = mode
+        with contextlib.ExitStack() as stack:
+            for context in autocast:
+                stack.enter_context(torch.autocast(**context))
+            return runtime.as_written(call)
+    finally:
+        runtime.capturing = before
+        for module, mode in modes.items():
+            module.training = mode

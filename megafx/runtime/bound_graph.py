@@ -36,7 +36,7 @@ from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import OUTER_AXES
 from megafx.placements.types import Placement
-from megafx.runtime.again import Again
+from megafx.runtime.again import Again, enters_grad
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
@@ -157,6 +157,7 @@ class BoundGraph:
         self.parts_of_mean = batch.ranks if batch is not None and batch.summed and self.losses else 1
         # So what is computed of inputs' gradients is averaged, too: they are those of this many times the loss.
         self.parts_of_input = 1 if stage else self.parts_of_mean
+        self.enters_grad = enters_grad(compiled.program)
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
         self.keep_casts: Callable[[], BoundGraph | None] | None = None

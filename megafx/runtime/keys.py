@@ -40,7 +40,7 @@ class Call:
     """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given.
 
     part: the FQN of the submodule that is called, '' for the whole model. state: what Python objects hold that is an input of
-    the graph that serves the call, once that is known.
+    the graph that serves the call, once that is known. under_no_grad: gradients are off but where forward switches them on.
     """
 
     args: tuple[Any, ...]
@@ -51,6 +51,7 @@ class Call:
     caches: list[Any]
     part: str = ""
     state: Mapping[str, Any] | None = None
+    under_no_grad: bool = False
 
     @staticmethod
     def of(
@@ -231,7 +232,7 @@ class KeyMaker:
         """The key without the values of numbers."""
         kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
         ambient = autocast_state(), torch.get_default_dtype(), default_device()
-        return call.part, call.spec, kinds, grad, self.intern(state), *ambient
+        return call.part, call.under_no_grad, call.spec, kinds, grad, self.intern(state), *ambient
 
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""
@@ -273,7 +274,7 @@ def describe(
         f"{call.part}{call.names()}",
         f"{values}",
         f"inputs {kinds}",
-        f"{GRADIENTS}{'on' if grad else 'off'}",
+        f"{GRADIENTS}{'on where forward enters them' if call.under_no_grad else 'on' if grad else 'off'}",
         f"{TRAINING}of {sum(training)} of {len(training)} modules ({_digest(training)})",
         f"use_cache {_digest(cached)}",
         f"{AUTOCAST}{autocast or 'off'}",

@@ -54,6 +54,7 @@ from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
 from megafx.report.report import Report, refresh
+from megafx.runtime.again import EntersGrad, in_eager_mode
 from megafx.runtime.bound_graph import BoundGraph, CompiledCall
 from megafx.runtime.changed_parameters import ParametersNow, take_new_parameters
 from megafx.runtime.compile_call import Settled, compile_call, settle
@@ -77,7 +78,6 @@ from megafx.runtime.keys import (
 )
 from megafx.runtime.model_state import Boards, ModelState
 from megafx.runtime.program_cache import Situation, tell
-from megafx.units import bytes_text
 
 
 class Runtime:
@@ -123,6 +123,7 @@ class Runtime:
         self.parameters = ParametersNow()
         self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
         self.unplaced: list[list[str]] = []
+        self.entering: set[str] = set()  # parts whose forward enters torch.enable_grad() in calls under torch.no_grad()
         self.cached = ""  # what the cache on disk did with the last graph
         # Of a stage of a pipeline: names of parameters that other stages hold, and of buffers that are of other stages.
         self.elsewhere: frozenset[str] | None = None
@@ -269,11 +270,24 @@ class Runtime:
                 "model.to_empty(device=...) and values of your own, before the first call",
             )
         call = self._call_of(args, kwargs, part)
+        if part in self.entering and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            with torch.enable_grad():
+                return self._run_call(replace(call, under_no_grad=True))
+        try:
+            return self._run_call(call)
+        except EntersGrad:
+            self.entering.add(part)
+        with torch.enable_grad():
+            return self._run_call(replace(call, under_no_grad=True))
+
+    def _run_call(self, call: Call) -> Any:
         refuse_tangents(lambda: [*call.tensors(), *self.model.named_parameters()])
         try:
             graph = self._graph(call).serving(call)
         except CaptureError as error:
             raise self._failed(call, error) from None
+        if graph.enters_grad and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            raise EntersGrad
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
@@ -287,14 +301,15 @@ class Runtime:
             with self._capturing(grad):
                 self._capture_alone(call, frozenset(), {}, False, self._planner(call, grad).training, (), dynamic=False)
 
-        return failed_call(error, trace, lambda: self._as_written(call), self.model, self.group, together)
+        return failed_call(error, trace, lambda: self.as_written(call), self.model, self.group, together)
 
-    def _as_written(self, call: Call) -> Any:
+    def as_written(self, call: Call) -> Any:
         """What the user's own code makes of a call."""
         module = self.model.get_submodule(call.part)
         forward = module if call.part else functools.partial(self.original.forward, module)
         args, kwargs = call.given()
-        output = forward(*args, **kwargs)
+        with torch.no_grad() if call.under_no_grad else contextlib.nullcontext():
+            output = forward(*args, **kwargs)
         return (self.loss_fn(output, **call.loss_inputs), output) if self.loss_fn and call.loss_inputs else output
 
     def _compare(self, call: Call, graph: BoundGraph | None) -> None:
@@ -424,7 +439,7 @@ class Runtime:
                     self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
         planner = self._planner(call, grad, state)
-        is_training = planner.training and all(m.training for m in self.modules)
+        is_training = planner.training and all(m.training for m in self.modules) and not call.under_no_grad
 
         def capture(training: bool) -> Program:
             made = None if training else captured or example
@@ -474,31 +489,8 @@ class Runtime:
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
         graph.keep_casts = compiled.keeping_casts and (lambda: keep_casts(self, compiled, about, autocast))
         training = {m: m.training for m in self.modules}
-        graph.eager = lambda call, why: self._eager(call, why, autocast, training)
+        graph.eager = lambda call, why: in_eager_mode(self, call, why, autocast, training)
         return graph
-
-    def _eager(
-        self, call: Call, why: str, autocast: Sequence[dict[str, Any]], training: Mapping[nn.Module, bool]
-    ) -> Any:
-        """What the user's own code makes of a call, with autograd. training: the mode of each module."""
-        text = f"{why}: such calls are computed once more, in eager mode"
-        if self.mesh is not None:
-            size = sum(p.numel() * p.element_size() for p in {id(p): p for p in self.parameters.all()}.values())
-            text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
-        self.note("gradients", text)
-        before, self.capturing = self.capturing, True
-        modes = {m: m.training for m in training}
-        try:
-            for module, mode in training.items():
-                module.training = mode
-            with contextlib.ExitStack() as stack:
-                for context in autocast:
-                    stack.enter_context(torch.autocast(**context))
-                return self._as_written(call)
-        finally:
-            self.capturing = before
-            for module, mode in modes.items():
-                module.training = mode
 
     def _differentiable(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
         """The form of a graph in which outputs beside the loss have gradients. Collective; runs in a backward."""
@@ -620,6 +612,7 @@ class Runtime:
                     fixed=fixed,
                     state=state,
                     dynamic=dynamic,
+                    under_no_grad=call.under_no_grad and not training,
                 )
         finally:
             for module, mode in modes.items():

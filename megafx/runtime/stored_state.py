@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from megafx.capture.reads import LIBRARIES, TABLES
 from megafx.errors import SourceLine
-from megafx.ir.holders import ENVIRONMENT, OwnAttributes, SizesOf
+from megafx.ir.holders import ENVIRONMENT, OF_TORCH, OwnAttributes, Remembered, SizesOf
 from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
 from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
@@ -115,6 +116,12 @@ class _Paths:
             return ["own", self._path(Place(holder.cls, place.key, place.name))]
         if holder is ENVIRONMENT:
             return ["environment"]
+        if holder is OF_TORCH and not OF_TORCH.number:
+            return ["torch"]
+        if isinstance(holder, Remembered) and not holder.autocast:
+            plain = all(isinstance(x, (*_KEYS, float)) for x in holder.leaves)
+            if plain and (path := self.known.get(id(holder.memo))) is not None:
+                return ["remembered", path, pytree.treespec_dumps(holder.spec), holder.leaves, holder.grad]
         if id(holder) in self.known:
             return self.known[id(holder)]
         name = holder.get("__name__") if isinstance(holder, dict) else None
@@ -193,12 +200,16 @@ class _Finder:
             return None if place is None or place.get() is ABSENT else place.get()
         if kind == "environment":
             return ENVIRONMENT
+        if kind == "torch":
+            return OF_TORCH
         if (inside := self._at(rest[0])) is None:
             return None
         if kind == "sizes":
             return SizesOf(inside, rest[1])
         if kind == "own":
             return OwnAttributes(inside)
+        if kind == "remembered":
+            return Remembered(inside, rest[2], pytree.treespec_loads(rest[1]), rest[3], [])
         if kind == "vars":
             return getattr(inside, "__dict__", None)
         if kind == "part":

@@ -22,7 +22,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import LIBRARIES, Reads
-from megafx.ir.holders import LEFT_BY_CAPTURES, replaced_functional
+from megafx.ir.holders import LEFT_BY_CAPTURES, replaced_in
 from megafx.ops.eager_probes import LeftEager
 
 
@@ -68,7 +68,7 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     lines += 2 + len(unrepeatable(Reads(make())))  # reads and writes of attributes
     for library, names in ((math, MATH), (torch, LEFT_BY_CAPTURES)):
         lines += len(names) + len(imported_by_name(library, names, LIBRARIES))
-    lines += len(replaced_functional()) + 2  # flags of backends, and tensors of inference
+    lines += len(replaced_in(nn.functional)) + 2  # flags of backends, and tensors of inference
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
     before = [row.now() for row in rows]

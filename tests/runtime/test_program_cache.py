@@ -203,6 +203,21 @@ def test_what_forward_reads_makes_an_entry_of_its_own(project, change):
     assert project.run()[0] == "read"  # the first one is still there
 
 
+def test_what_functions_with_a_cache_give(project, monkeypatch):
+    """Another process calls them, and compares."""
+    cached = "import functools\n\n@functools.lru_cache\ndef factor(n):\n    return torch.full((n,), float(os.environ['N']))\n"
+    source = SOURCE.replace("\nclass Options", f"{cached}\nclass Options").replace("* FACTOR", "* factor(10)")
+    monkeypatch.setenv("NET_DOUBLE", "1")
+    found = []
+    for factor in ("2.0", "2.0", "3.0", "3.0"):
+        monkeypatch.setenv("N", factor)
+        project.write(source)
+        found.append(project.run())
+    assert [did for did, *_ in found] == ["written", "read", "written", "read"]
+    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[2][1], found[3][1])
+    assert found[0][1] != found[2][1]
+
+
 PATCHES = """
 import functools
 

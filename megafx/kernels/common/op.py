@@ -42,6 +42,7 @@ from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from megafx.ir.facts import declare
+from megafx.ir.holders import own_functional, replaces_torchs
 from megafx.kernels.common import recording, replay
 from megafx.rules.grammar import parse
 
@@ -99,7 +100,7 @@ def define_op(
     """
     name = _define(schema, facts)
     placed = "str axis)" in schema
-    implementation = reference
+    implementation = reference = _of_torchs_own(reference)
     if triton is not None or launches:
         implementation = _choice(reference, reference if triton is None else _Launcher(triton), placed)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -118,6 +119,19 @@ def define_op(
         shown = lambda *args: args[at]  # noqa: E731
         declare(op, inplace=(at, define_op(writing, reference=inplace.reference, triton=inplace.triton, fake=shown)))
     return op
+
+
+def _of_torchs_own(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of torch's own functions, where somebody has put others in their place."""
+
+    @functools.wraps(reference)
+    def call(*args: Any) -> Any:
+        if not replaces_torchs():
+            return reference(*args)
+        with own_functional():
+            return reference(*args)
+
+    return call
 
 
 def define_composite(schema: str, *, body: Callable[..., Any], **facts: Any) -> OpOverload:

@@ -188,3 +188,36 @@ def hooks_of_parameters_and_inputs_that_have_no_gradient(loop: Loop) -> None:
         model(loop.rows(torch.randn(4, 8)), given)[chosen].square().mean().backward()
         loop.see(seen=sorted(seen))
         loop.see_gradients(model)
+
+
+class Refined(nn.Module):
+    """Gradients are on for a part of forward, whatever the call was made in (guided sampling, steps of energy models)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 7)
+
+    @torch.enable_grad()
+    def energy(self, h: Tensor) -> Tensor:
+        return self.down(h.sin())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.up(x)
+        with torch.no_grad():
+            inner = self.energy(h)
+            outer = self.down(h)
+        return inner, outer, h
+
+
+@situation("https://github.com/openai/guided-diffusion", slow=(2,))
+def forward_enters_enable_grad_in_calls_without_gradients(loop: Loop) -> None:
+    model, x = loop.model(Refined()), torch.randn(4, 7)
+    for around in (torch.no_grad(), nullcontext(), torch.no_grad(), torch.inference_mode()):
+        with around:
+            outputs = model(x)
+        loop.see(needs=[y.requires_grad for y in outputs])
+        with torch.inference_mode(outputs[0].is_inference()):
+            loop.see(**{f"output {i}": y.detach() for i, y in enumerate(outputs)})
+        if outputs[0].grad_fn is not None:
+            sum(y.square().mean() for y in outputs if y.requires_grad).backward()
+    loop.see_gradients(model)

@@ -77,3 +77,33 @@ def tokens_and_columns_are_turned(loop: Loop) -> None:
         lambda x: x[torch.tensor([2, 0, 1])][:, torch.tensor([4, 3, 2, 1, 0])],
         lambda x: x[torch.tensor([0, 1, 2])[:, None, None], torch.arange(5)[:, None], PERM],
     )
+
+
+class Counted(nn.Module):
+    """Rows, tokens and columns by numbers in tensors that count from the end, of values that may be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 12)
+        self.table = nn.Parameter(torch.randn(12, 6))
+
+    def forward(self, x: Tensor, at: Tensor, some: Tensor) -> Tensor:
+        h = self.down(self.up(x).sin())
+        numbers = h[at] + h[:, at, :1].mean() + h[..., at].sum() + h[None, ..., 1, at].mean()
+        columns = h[..., some] @ self.table[some] + h @ self.table[:, torch.tensor([-1, 0, 2])].repeat(1, 2)
+        h = h.clone()
+        h[:, :, some[:2]] = h[..., :2] * 3
+        return numbers.sum() + columns.square().sum() + h.index_put((some[:1],), h.new_ones(())).square().mean()
+
+
+@situation(SOURCE)
+def numbers_in_tensors_count_from_the_end(loop: Loop) -> None:
+    model = loop.model(Counted())
+    for rows, at, some in ((4, -1, [-1, 2, -5]), (6, 3, [0, -4, -12]), (4, -4, [1, -2, 0])):
+        loss = model(torch.randn(rows, 6, 7), torch.tensor(at), torch.tensor(some).clamp(min=-rows))
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+    x, some = torch.randn(4, 6, 7), torch.tensor([-1, 2, 1])
+    loop.see_error(lambda: model(x, torch.tensor(-1), torch.tensor([13, 0, 1])))
+    loop.see(after=model(x, torch.tensor(-1), some))

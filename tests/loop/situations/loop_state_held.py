@@ -303,3 +303,201 @@ def memory_shared_with_workers_and_what_is_given_up(loop: Loop) -> None:
     _step(loop, model)
     del owner
     _step(loop, model)
+
+
+# -- functions with functools.lru_cache: eager mode computes with what is in the cache, stale or not
+
+BASE = 10.0
+
+
+@functools.lru_cache
+def _by_base(scale: float) -> torch.Tensor:
+    return torch.full((7,), scale) * BASE
+
+
+@functools.lru_cache
+def _halved(mask: torch.Tensor) -> torch.Tensor:
+    return mask * 0.5
+
+
+@functools.lru_cache
+def _positions(count: int, width: int) -> torch.Tensor:
+    return torch.arange(count)[:, None] / torch.arange(1, width + 1)
+
+
+@functools.lru_cache
+def _sums() -> torch.Tensor:
+    return torch.zeros(7)
+
+
+@functools.lru_cache
+def _settings() -> Gain:
+    return Gain(1.0)
+
+
+class Cached(nn.Module):
+    """Tables by cached functions: of sizes, of a buffer, of the module, of nothing; two that are too many for one cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(7, 7), 1.0
+        self.register_buffer("mask", torch.tril(torch.ones(7, 7)))
+        self.table = functools.lru_cache(maxsize=2)(self._make)
+        for memo in (_by_base, _halved, _positions, _sums, _settings, Cached.full, Cached.pair):
+            memo.cache_clear()
+
+    def _make(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(count)[:, None] / 7
+        return angles.cos() * self.scale, angles.sin()
+
+    @functools.lru_cache  # noqa: B019 - users do
+    def full(self, width: int) -> torch.Tensor:
+        return torch.full((width,), self.scale)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def pair(number: int) -> torch.Tensor:
+        return torch.arange(7) * BASE + number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.table(x.shape[0])
+        x = F.linear(x, self.linear.weight * _halved(self.mask)) * self.full(7) + _by_base(2.0)
+        return (x + _positions(x.shape[0], 7)) * cos + sin * self.pair(1) - self.pair(2)
+
+
+@situation(THREAD)
+def cached_functions_give_what_is_in_their_caches(loop: Loop) -> None:
+    global BASE
+    BASE, model = 10.0, loop.model(Cached())
+    for rows, scale in ((4, 1.0), (4, 2.0), (6, 3.0), (4, 4.0), (8, 5.0), (6, 6.0)):
+        BASE, model.scale = 10.0 * scale, scale
+        loss = model(torch.randn(rows, 7)).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
+    _by_base.cache_clear()
+    Cached.full.cache_clear()
+    model.mask.mul_(3.0)
+    loop.see(of_old_mask=model(torch.ones(4, 7)).mean())
+    model.mask = torch.ones(7, 7)
+    loop.see(of_new_mask=model(torch.ones(4, 7)).mean(), of_positions=_positions(4, 7))
+    loop.see_gradients(model)
+
+
+class OfWeights(nn.Module):
+    """Weights that are merged once, without a gradient, and others that are merged with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 8)
+        self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 7))
+        OfWeights.merged.cache_clear()
+
+    @functools.lru_cache  # noqa: B019 - users do
+    def merged(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.linear.weight + self.a @ self.b
+
+    @functools.lru_cache  # noqa: B019 - users do
+    def product(self) -> torch.Tensor:
+        return self.a @ self.b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.merged(), self.linear.bias) + F.linear(x, self.product())
+
+
+@situation(THREAD)
+def cached_weights_stay_until_the_cache_is_cleared(loop: Loop) -> None:
+    model, x = loop.model(OfWeights()), torch.randn(4, 7)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        OfWeights.product.cache_clear()
+        if step == 2:
+            OfWeights.merged.cache_clear()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
+        optimizer.step()
+
+    def backward_of_one_graph_twice() -> None:
+        for _ in range(2):
+            model(x).square().mean().backward()
+
+    loop.see_error(backward_of_one_graph_twice)
+
+
+class OfLayer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(7, 7), number
+
+    @functools.lru_cache  # noqa: B019 - users do
+    def share(self) -> float:
+        return 1.0 / (1 + self.number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.share()
+
+
+class OfLayers(nn.Module):
+    """Layers that are alike but for a cached number; a sum and settings that cached functions hold for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(OfLayer, range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * _settings().value
+        with torch.no_grad():
+            _sums().add_(x.mean(0))
+        return x + _sums()
+
+
+@situation(THREAD)
+def cached_functions_hold_the_one_instance_and_numbers_of_layers(loop: Loop) -> None:
+    _sums.cache_clear()
+    _settings.cache_clear()
+    model = loop.model(OfLayers())
+    for step in range(3):
+        _settings().value = 1.0 + step
+        loss = model(torch.randn(4, 7)).square().mean()
+        loss.backward()
+        loop.see(loss=loss, sums=_sums())
+        for layer in model.layers:
+            layer.number += 1
+    loop.see_gradients(model)
+
+
+def _by_gain(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Any:
+        return BASE * function(*args)
+
+    return inner
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    @_by_gain
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@situation(THREAD)
+def a_decorator_reads_a_global(loop: Loop) -> None:
+    global BASE
+    model, x = loop.model(Decorated()), torch.randn(4, 7)
+    for base in (1.0, 2.0, 0.5):
+        BASE = base
+        loss = model(x).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -370,3 +371,102 @@ def a_registry_makes_what_it_gives_out(loop: Loop) -> None:
     model.name = "tanh"
     _step(loop, model)
     assert held() == ["gelu SiLU", "tanh Tanh", "relu ReLU"]
+
+
+# -- methods and functions in whose place a user puts others
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+class Methods(nn.Module):
+    """Calls methods and operators of tensors, nn.GELU and a function of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.act = nn.LayerNorm(7), nn.Linear(7, 8), nn.Linear(8, 7), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.act(self.up(self.norm(x))).sin().softmax(-1)
+        return _reloaded(self.down(h)) + h.mean(-1, keepdim=True)
+
+
+def _reloaded(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+def _sees(loop: Loop, model: nn.Module) -> None:
+    torch.manual_seed(3)
+    loss = model(torch.randn(4, 7)).square().mean()
+    loss.backward()
+    loop.see(loss=loss)
+
+
+@situation("https://github.com/xl0/lovely-tensors")
+def methods_of_tensors_are_replaced(loop: Loop) -> None:
+    sin, softmax, mean, add = torch.Tensor.sin, torch.Tensor.softmax, torch.Tensor.mean, torch.Tensor.__add__
+    with _patched(torch.Tensor, "softmax", lambda x, dim: softmax(2 * x, dim)):
+        model = loop.model(Methods())
+        _sees(loop, model)
+    _sees(loop, model)
+    with _patched(torch.Tensor, "sin", lambda x: sin(x) * 2):
+        _sees(loop, model)
+    with _patched(torch.Tensor, "mean", lambda x, *args, **options: mean(x, *args, **options) * 3):
+        _sees(loop, model)
+    with _patched(torch.Tensor, "__add__", lambda x, y: add(x, y * 2)):
+        _sees(loop, model)
+    _sees(loop, model)
+    loop.see_gradients(model)
+
+
+@situation("https://github.com/xl0/lovely-tensors")
+def methods_are_added_to_tensors(loop: Loop) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).twice().halves  # type: ignore[attr-defined]
+
+    factor = 2.0
+    with (
+        _patched(torch.Tensor, "twice", lambda x: x * factor),
+        _patched(torch.Tensor, "halves", property(lambda x: x[..., :4] - x[..., 4:])),
+    ):
+        model = loop.model(Own())
+        _sees(loop, model)
+        factor = 3.0
+        _sees(loop, model)
+        with _patched(torch.Tensor, "twice", lambda x: x.exp()):
+            _sees(loop, model)
+    loop.see_gradients(model)
+
+
+@situation("https://ipython.readthedocs.io/en/stable/config/extensions/autoreload.html")
+def code_is_reloaded_and_calls_of_modules_are_replaced(loop: Loop) -> None:
+    model, code, call = loop.model(Methods()), _reloaded.__code__, nn.Module.__call__
+    _sees(loop, model)
+    _reloaded.__code__ = (lambda x: x.sigmoid()).__code__
+    try:
+        _sees(loop, model)
+    finally:
+        _reloaded.__code__ = code
+
+    def doubled(module: nn.Module, *args: Any, **options: Any) -> Any:
+        return call(module, *args, **options) * (2 if isinstance(module, nn.GELU) else 1)
+
+    with _patched(nn.Module, "__call__", doubled):
+        _sees(loop, model)
+    _sees(loop, model)
+    loop.see_gradients(model)
