@@ -15,11 +15,13 @@ import os
 import re
 import traceback
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.modules import module as torch_module
 
 from megafx.capture.conversions import conversions_of
@@ -64,26 +66,56 @@ _PACKED = (
 )
 
 
-class PackedSequences(Exception):
-    """Code of the model packs sequences."""
+_NESTED = (
+    "tensors are nested (torch.nested): the data of their lengths decides how many rows each has",
+    "compute on padded tensors and a mask, or put what makes and takes nested tensors into a submodule, which is left eager",
+)
 
 
-def packing(old: Any) -> Any:
-    """torch._VF._pack_padded_sequence while a model is traced: a trace would have the lengths of one batch."""
+class OneBatch(Exception):
+    """Code of the model packs or nests sequences: a trace would have the lengths of one batch."""
+
+
+def packing(what: str, old: Any) -> Any:
+    """A function of torch that packs ('packs') or nests ('nests') sequences, while a model is traced."""
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if in_eager_code():
             return old(*args, **kwargs)
-        raise PackedSequences
+        raise OneBatch(what)
 
     return refusing
+
+
+NESTING = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]
+
+
+def is_other_form(x: Any) -> bool:
+    """True of a nested or sparse tensor."""
+    return type(x) is NestedTensor or (type(x) is torch.Tensor and (x.layout is not torch.strided or x.is_nested))
+
+
+def refuse_forms(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise for tensors among the arguments of a call that are no strided ones. named: (name, argument)."""
+    for name, x in named:
+        if not is_other_form(x):
+            continue
+        if x.is_nested:
+            fix = f"give the model a padded one, and a mask where tokens see one another: {name}.to_padded_tensor(0.0)"
+            if x.layout is torch.jagged:
+                fix += f"; what treats each token alone may be given all tokens as one row: {name}.values()[None]"
+            raise CaptureError(f"argument {name} is a nested tensor, whose lengths a graph does not know", fix=fix)
+        raise CaptureError(
+            f"argument {name} is a sparse tensor ({x.layout}), which has no place in a graph",
+            fix=f"give the model {name}.to_dense(), or the indices and values, as tensors of their own",
+        )
 
 
 def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED)
+    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED)
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
@@ -151,8 +183,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
                 "leave only code eager that takes any numbers and sizes; what needs certain numbers, compute before the call, "
                 "and give the result to the model as an argument",
             )
-    if isinstance(error, PackedSequences):
-        return _PACKED
+    if isinstance(error, OneBatch):
+        return _PACKED if str(error) == "packs" else _NESTED
     if "GuardOnDataDependent" in name or "data-dependent" in message:
         if ".item(" in code or ".tolist(" in code:
             return _ITEM

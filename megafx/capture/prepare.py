@@ -41,7 +41,7 @@ from megafx.capture.code_names import names_of
 from megafx.capture.conversions import MATH, functions_with, imported_by_name, limits, of_numbers, with_conversions
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
-from megafx.capture.errors import packing
+from megafx.capture.errors import NESTING, packing
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -170,8 +170,9 @@ def replacements(
     for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward")):
         table += [Replacement(owner, name, tensor_hooks.no_gradients, why)]
 
-    why = "a trace has the lengths of one batch: the module that packs sequences is left eager"
-    table += [Replacement(torch._VF, "_pack_padded_sequence", packing, why)]
+    why = "a trace has the lengths of one batch: the module that packs or nests sequences is left eager"
+    table += [Replacement(torch._VF, "_pack_padded_sequence", functools.partial(packing, "packs"), why)]
+    table += [Replacement(torch.nested, name, functools.partial(packing, "nests"), why) for name in NESTING]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]

@@ -42,7 +42,7 @@ from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.hooks_of_absent import before_autograd_comes, only_with_gradients
-from megafx.runtime.hooks_on_outputs import Waiting, called_for, refused, watch
+from megafx.runtime.hooks_on_outputs import Waiting, called_for, refuse_others, refused, watch
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
@@ -272,7 +272,8 @@ class BoundGraph:
         found = self._results(outputs, user)
         if step is not None and self.siblings:
             pairs = zip(self.user_outputs, found, strict=True)
-            step.watched = watch({i: x for i, x in pairs if i in self.connected and x is outputs[i]}, self.siblings)
+            made = {i: x for i, x in pairs if i in self.connected and x is outputs[i]}
+            step.watched = watch(made, self.siblings, step)
         results = compiled.spec.unflatten(found)
         return give_back(results, call.caches, compiled.spec.state, written)
 
@@ -437,9 +438,9 @@ class BoundGraph:
         return found
 
     def gradients_with_hooks(
-        self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: Again, tangents: Any, hooked: Sequence[Waiting], of: Waiting | None = None
     ) -> list[Any]:
-        """As below, with hooks on outputs that other outputs depend on."""
+        """As below, with hooks on outputs that other outputs depend on. of: an output, whose gradient is wanted alone."""
         found = (
             (self.state.meshes.data is not None, "data-parallel ranks have parts of the batch"),
             (any(o.kind == "order" for o in self.outputs), "hooks on modules would run once more"),
@@ -451,7 +452,7 @@ class BoundGraph:
         )
         if why := next((text for holds, text in found if holds), None):
             raise refused(hooked, why)
-        return self._in_eager(kept, call, again, tangents, hooked)
+        return self._in_eager(kept, call, again, tangents, hooked, of)
 
     def gradients_with_graph(self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
@@ -480,7 +481,7 @@ class BoundGraph:
         return self._in_eager(kept, call, again, tangents, ())
 
     def _in_eager(
-        self, kept: Kept, call: Call, again: Again, tangents: Sequence[Any], hooked: Sequence[Waiting]
+        self, kept: Kept, call: Call, again: Again, tangents: Any, hooked: Sequence[Waiting], of: Waiting | None = None
     ) -> list[Any]:
         self.executable.check(kept)
         state, where = self.state, "hooks on outputs that other outputs depend on" if hooked else WHERE
@@ -495,7 +496,7 @@ class BoundGraph:
         made = EagerCall(
             state.model, state.slots, eager, call, self.compiled.spec, again.values, again.counters, wrt, users, where
         )
-        return made.gradients(self.connected, tangents, hooked)
+        return made.gradients(self.connected, tangents, hooked, of)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
@@ -537,6 +538,7 @@ class _Step:
         self.run = graph.running()
         self.tangents: list[Any] = []
         self.watched: list[Waiting] = []  # outputs that other outputs depend on
+        self.of_output: tuple[int, str] = -1, ""  # the last run of autograd with respect to an output
 
     def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs that autograd knows of."""
@@ -557,6 +559,7 @@ class _Step:
     def backward(self, tangents: Sequence[Any], edges: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
         """Gradients of `wrt`. edges: where autograd sends each; specs: of those that are DTensors."""
         graph = self.graph
+        refuse_others(self.of_output)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         if all(x is None for x in tangents) and not graph.tapes:  # by way of what makes nothing of it

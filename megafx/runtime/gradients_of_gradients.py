@@ -52,15 +52,22 @@ class EagerCall:
     inputs: Sequence[int]
     where: str = WHERE
 
-    def gradients(self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting] = ()) -> list[Any]:
-        """Of `wrt`, differentiable where autograd is on. outputs: indices of the graph's outputs to which the tangents belong.
-        hooked: outputs with hooks, which run on the values of this computation. Collective."""
+    def gradients(
+        self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting] = (), of: Waiting | None = None
+    ) -> list[Any]:
+        """Of `wrt`, or of one output, differentiable where autograd is on. outputs: indices of the graph's outputs to which the
+        tangents belong. hooked: outputs with hooks, which run on the values of this computation. Collective."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            return self._gradients(outputs, tangents, hooked, again)
+            return self._gradients(outputs, tangents, hooked, of, again)
 
     def _gradients(
-        self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting], again: bool
+        self,
+        outputs: Sequence[int],
+        tangents: Sequence[Any],
+        hooked: Sequence[Waiting],
+        of: Waiting | None,
+        again: bool,
     ) -> list[Any]:
         state = self.spec.state
         _check(state, self.where)
@@ -90,12 +97,14 @@ class EagerCall:
         made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
         pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
         wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, inputs[place[x]]) for x in self.wrt]
-        retained = [w for w in hooked if w.retains()]
+        retained = [w for w in hooked if w.retains() and of is None]  # where autograd keeps it by itself
         for each in hooked:
             for hook in each.hooks.values():
                 made[each.index].register_hook(hook)
         for each in retained:
             made[each.index].retain_grad()
+        if of is not None:
+            wrt = [(None, made[of.index])]
         found = torch.autograd.grad(
             [x for x, _ in pairs], [x for _, x in wrt], [t for _, t in pairs], create_graph=again, allow_unused=True
         )

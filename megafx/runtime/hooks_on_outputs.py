@@ -6,7 +6,7 @@
 
 To autograd all outputs of a graph are results of one function, so what comes to `logits` by way of `loss` is seen inside of the
 backward graph alone. Hooks on such an output wait; where there are any, the gradients are those of the call computed once more
-in eager mode, with the hooks on its own values (gradients_of_gradients.py).
+in eager mode, with the hooks on its own values (gradients_of_gradients.py). So is `torch.autograd.grad(out.loss, out.logits)`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.compiler.executable import freed
 from megafx.errors import UsageError
 
 
@@ -66,11 +67,11 @@ class Waiting(OrderedDict[int, Any]):
         return OrderedDict()
 
 
-def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]]) -> list[Waiting]:
+def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]], step: Any) -> list[Waiting]:
     """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an
     output that others depend on, and the indices of those; an output comes after those that depend on it, as autograd calls
-    hooks in the order in which they are set."""
-    arrived = Arrived()
+    hooks in the order in which they are set. step: the call (bound_graph.py)."""
+    arrived = Arrived(weakref.ref(step))
     for index, output in outputs.items():
         if index not in watched:
             output.register_hook(arrived.at(index))
@@ -78,7 +79,7 @@ def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozen
     for index, (name, users) in watched.items():
         if (watched_one := outputs.get(index)) is not None:
             table = Waiting(index, name, watched_one)
-            OrderedDict.__setitem__(table, _OURS, arrived.at(index, name, users, table.output))
+            OrderedDict.__setitem__(table, _OURS, arrived.at(index, table, users))
             watched_one._backward_hooks = table
             assert watched_one.grad_fn is not None
             watched_one.grad_fn._register_hook_dict(watched_one)
@@ -91,54 +92,95 @@ _OURS = -1  # no hook of a user has this key
 
 class Arrived:
     """The outputs of a call that a run of autograd gave gradients. A run that differentiates with respect to an output would
-    leave out what other outputs add to its gradient: autograd need not call the function that all are results of."""
+    leave out what other outputs add to its gradient: autograd need not call the function that all are results of. There the
+    hook gives all of it."""
 
-    def __init__(self) -> None:
-        self.run, self.at_outputs = -1, set[int]()
+    def __init__(self, step: weakref.ref[Any]) -> None:
+        self.step, self.run = step, -1
+        self.wanted: list[Tensor] = []  # outputs with respect to which the run differentiates
+        self.accumulates = False  # by backward(inputs=...)
+        self.gradients: dict[int, Tensor] = {}  # of outputs, where there are such
 
     def at(
-        self,
-        index: int,
-        name: str = "",
-        users: frozenset[int] = frozenset(),
-        watched: weakref.ref[Tensor] | None = None,
-    ) -> Callable[[Tensor | None], None]:
-        """The hook of one output, which autograd calls without a gradient where another output has one. users: of a watched
-        output, those that depend on it."""
+        self, index: int, table: Waiting | None = None, users: frozenset[int] = frozenset()
+    ) -> Callable[[Tensor | None], Tensor | None]:
+        """The hook of one output, which autograd calls without a gradient where another output has one. table, users: of a
+        watched output, and those that depend on it."""
 
-        def hook(gradient: Tensor | None) -> None:
+        def hook(gradient: Tensor | None) -> Tensor | None:
             if self.run != (run := torch._C._current_graph_task_id()):
                 self.run = run
-                self.at_outputs.clear()
-            if gradient is not None:
-                self.at_outputs.add(index)
-            output = None if watched is None or self.at_outputs.isdisjoint(users) else watched()
-            if output is not None and _is_differentiated_by(output):
+                watched = [] if (step := self.step()) is None else step.watched
+                outputs = [x for w in watched if (x := w.output()) is not None]
+                self.wanted, self.accumulates = _differentiated_by(outputs)
+                self.gradients.clear()
+            if gradient is not None and self.wanted:
+                self.gradients[index] = gradient
+            output = None if table is None or self.gradients.keys().isdisjoint(users) else table.output()
+            if table is None or output is None or not any(x is output for x in self.wanted):
+                return None
+            name = table.name
+            if self.accumulates:
                 raise UsageError(
-                    f"torch.autograd.grad or backward(inputs=...) with respect to the output '{name}', of what depends on it "
-                    "by way of other outputs of the same call: that part of the gradient would be left out",
+                    f"backward(inputs=...) with respect to the output '{name}', of what depends on it by way of other outputs "
+                    "of the same call: that part of the gradient would be left out",
                     fix=f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad",
                 )
+            if gradient is None:  # and autograd lets no hook make one
+                raise UsageError(
+                    f"torch.autograd.grad with respect to the output '{name}', of what depends on it by way of other outputs "
+                    "of the same call alone",
+                    fix=f"add it, times zero, to what is differentiated: torch.autograd.grad(loss + 0 * {name}.sum(), {name})",
+                )
+            return gradient_of(self.step(), table, self.gradients)
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
         return hook
 
 
+def gradient_of(step: Any, output: Waiting, gradients: Mapping[int, Tensor]) -> Tensor | None:
+    """All of the gradient of an output of a call (bound_graph.py). gradients: of outputs, as they came."""
+    graph, (number, shared), again, call = step.graph, step.numbers, step.again, step.call
+    if call is None or again is None:
+        raise freed()
+    if (boards := graph.state.boards) is not None:
+        about = f"a gradient with respect to the output '{output.name}'\n{graph.about}"
+        boards.backward(graph, number, shared, graph.state.held.now, about)
+    hooked = [output, *(w for w in step.watched if w.hooks and w is not output)]
+    step.of_output = torch._C._current_graph_task_id(), output.name
+    tangents = [gradients.get(i) for i in graph.connected]
+    found: list[Tensor | None] = graph.gradients_with_hooks(step.kept, call, again, tangents, hooked, output)
+    return found[0]
+
+
+def refuse_others(before: tuple[int, str]) -> None:
+    """Raise in the backward of a call whose gradient with respect to an output was asked for in the same run of autograd, which
+    has taken what was there before the hook. before: the last run of that kind, and the output's name."""
+    run, name = before
+    if run == torch._C._current_graph_task_id():
+        raise UsageError(
+            f"one torch.autograd.grad with respect to the output '{name}', which other outputs depend on, and to parameters or "
+            "inputs",
+            fix="ask for the gradients of outputs by themselves first: torch.autograd.grad(..., retain_graph=True)",
+        )
+
+
 _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
 
 
-def _is_differentiated_by(output: Tensor) -> bool:
-    """Whether a torch.autograd.grad, or a backward, that runs has this tensor among its inputs. (On a GPU hooks run in
-    autograd's threads.)"""
+def _differentiated_by(outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """Those of these tensors that a torch.autograd.grad, or a backward, that runs has among its inputs, and whether it is a
+    backward. (On a GPU hooks run in autograd's threads.)"""
+    found, accumulates = list[Tensor](), False
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:
-            if at.f_code in _DIFFERENTIATE:
-                given = at.f_locals.get("inputs")
-                if given is not None and any(x is output for x in ([given] if isinstance(given, Tensor) else [*given])):
-                    return True
+            if at.f_code in _DIFFERENTIATE and (given := at.f_locals.get("inputs")) is not None:
+                inputs = [given] if isinstance(given, Tensor) else [*given]
+                new = [x for x in outputs if any(x is each for each in inputs)]
+                found, accumulates = found + new, accumulates or (bool(new) and at.f_code is _DIFFERENTIATE[1])
             at = at.f_back
-    return False
+    return found, accumulates
 
 
 def called_for(watched: Sequence[Waiting], tangents: dict[int, Any]) -> list[Waiting]:
@@ -150,9 +192,9 @@ def refused(waiting: Sequence[Waiting], why: str) -> UsageError:
     """why: the call cannot be computed once more."""
     names = ", ".join(f"'{w.name}'" for w in waiting)
     return UsageError(
-        f"a hook on the output {names}, or retain_grad() of it, where other outputs depend on it: the call would be computed "
-        f"once more in eager mode, but {why}",
-        fix="set the hook inside of forward, where it becomes a part of the graph: `logits.register_hook(f)`",
+        f"a hook on the output {names}, retain_grad() of it, or a gradient with respect to it, where other outputs depend on "
+        f"it: the call would be computed once more in eager mode, but {why}",
+        fix="set a hook inside of forward, where it becomes a part of the graph: `logits.register_hook(f)`",
     )
 
 

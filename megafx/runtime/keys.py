@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import CacheState, states_for_caches
+from megafx.capture.errors import is_other_form, refuse_forms
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
@@ -62,6 +63,9 @@ class Call:
         if any([isinstance(x, DTensor) for x in pytree.tree_leaves(tree)]):  # a parameter, or what was computed of some
             tree = pytree.tree_map(whole, tree)
         leaves, spec = pytree.tree_flatten(tree)
+        if any(map(is_other_form, leaves)):
+            paths, _ = pytree.tree_flatten_with_path(tree)
+            refuse_forms((user_name(leaf_name(path)), x) for path, x in paths)
         while register_dataclasses(leaves):
             leaves, spec = pytree.tree_flatten(tree)
         return Call(*tree, leaves, spec, caches, part)

@@ -18,6 +18,7 @@ import megafx
 from megafx.capture import prepare
 from megafx.capture.conversions import MATH, imported_by_name
 from megafx.capture.draws import LayerDraws, unrepeatable
+from megafx.capture.errors import NESTING
 from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.prepare import Replacement, replaced, replacements
@@ -69,6 +70,7 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     for library, names in ((math, MATH), (torch, LEFT_BY_CAPTURES)):
         lines += len(names) + len(imported_by_name(library, names, LIBRARIES))
     lines += len(replaced_in(nn.functional)) + 2  # flags of backends, and tensors of inference
+    lines += len(NESTING)
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
     before = [row.now() for row in rows]

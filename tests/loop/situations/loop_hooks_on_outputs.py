@@ -73,23 +73,25 @@ def hooks_on_outputs_change_and_record_gradients(loop: Loop) -> None:
 
 @situation("https://discuss.pytorch.org/t/calculating-the-gradient-of-the-loss-with-respect-to-logits/100912")
 def gradients_with_respect_to_an_output(loop: Loop) -> None:
-    """Of what depends on it directly: as in eager mode. By way of the loss, too: refused; the advice is followed."""
+    """Together with parameters: refused; the advice is followed."""
     model = loop.model(WithLoss())
-    for parameters in ([], [*model.parameters()][:1]):
-        tokens = ids()
-        out = model(tokens)
-        loop.see(alone=torch.autograd.grad(out["logits"].square().sum(), out["logits"])[0])
-        both = out["loss"] + out["logits"].square().mean()
+    for again in (False, True):
+        out = model(ids())
+        logits, first = out["logits"], next(model.parameters())
+        loop.see(alone=torch.autograd.grad(logits.square().sum(), logits, retain_graph=True)[0])
+        both = out["loss"] + logits.square().mean()
         if loop.eager:
-            wanted = torch.autograd.grad(both, [out["logits"], *parameters])[0]
+            wanted, _ = torch.autograd.grad(both, [logits, first], retain_graph=True, create_graph=again)
         else:
-            with pytest.raises(UsageError, match=r"call logits.retain_grad\(\), then backward\(\) without"):
-                torch.autograd.grad(both, [out["logits"], *parameters], retain_graph=True)
-            out = model(tokens)
-            out["logits"].retain_grad()
-            (out["loss"] + out["logits"].square().mean()).backward()
-            wanted = out["logits"].grad
+            with pytest.raises(
+                UsageError, match=r"(?s)the output 'logits'.* by themselves first: torch.autograd.grad\(\.\.\."
+            ):
+                torch.autograd.grad(both, [logits, first], retain_graph=True, create_graph=again)
+            (wanted,) = torch.autograd.grad(both, logits, retain_graph=True, create_graph=again)
+        torch.autograd.grad(both, first, retain_graph=True)
         loop.see(wanted=wanted)
+        (wanted.square().sum() if again else both).backward()
+        loop.see_gradients(model)
 
 
 @situation("https://github.com/pytorch/captum/issues/128")
@@ -101,16 +103,18 @@ def gradients_of_a_loss_with_respect_to_what_it_depends_on(loop: Loop) -> None:
         if loop.eager:
             (wanted,) = torch.autograd.grad(out[of].sum(), out[wrt])
         else:
-            for ask in (
-                lambda out=out, of=of, wrt=wrt: torch.autograd.grad(out[of].sum(), [out[wrt]], None, True, False, True),
-                lambda out=out, of=of, wrt=wrt: out[of].sum().backward(inputs=[out[wrt]], retain_graph=True),
+            with pytest.raises(
+                UsageError, match=rf"the output '{wrt}'.*\n  fix: add it.* \+ 0 \* {wrt}.sum\(\), {wrt}\)"
             ):
-                with pytest.raises(UsageError, match=rf"the output '{wrt}'.*\n  fix: call {wrt}.retain_grad\(\)"):
-                    ask()
+                torch.autograd.grad(out[of].sum(), [out[wrt]], None, True, False, True)
+            with pytest.raises(UsageError, match=rf"the output '{wrt}'.*\n  fix: call {wrt}.retain_grad\(\)"):
+                out[of].sum().backward(inputs=[out[wrt]], retain_graph=True)
             assert out[wrt].grad is None
+            (wanted,) = torch.autograd.grad(out[of].sum() + 0 * out[wrt].sum(), out[wrt], retain_graph=True)
             out[wrt].retain_grad()
+            out[wrt].grad = None  # backward(inputs=...) has let autograd retain it
             out[of].sum().backward()
-            wanted = out[wrt].grad
+            assert torch.allclose(out[wrt].grad, wanted, rtol=1e-12)
         loop.see(wanted=wanted)
     model.zero_grad()
     out = model(x)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from loop import Loop, situation
 from loop_adapters import llama
 from loop_models import Language, tokens
-from torch import Tensor
+from torch import Tensor, nn
+
+from megafx.errors import CaptureError
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1]])
 
@@ -55,4 +58,89 @@ def documents_by_their_positions(loop: Loop) -> None:
     out = model(input_ids=ids, position_ids=positions, labels=labels_of(ids, DOCUMENTS[:1]))
     out.loss.backward()
     loop.see(loss=out.loss)
+    loop.see_gradients(model)
+
+
+class Tokens(nn.Module):
+    """Treats each token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 10), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class Inside(nn.Module):
+    """Makes a nested tensor, and pads it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        rows = [row[:length] for row, length in zip(x, lengths, strict=False)]
+        return self.inner(torch.nested.nested_tensor(rows, layout=torch.jagged)).to_padded_tensor(0.0)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.tokens = Inside(), Tokens()
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        return self.tokens(self.inside(x, lengths))
+
+
+@situation("https://docs.pytorch.org/docs/stable/nested.html")
+def nested_batches(loop: Loop) -> None:
+    """As arguments, and in the model's own forward, refused; the advice is followed. Inside of a submodule they stay eager."""
+    model = loop.model(Tokens())
+    for layout in (torch.jagged, torch.strided):
+        batch = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(5, 12)], layout=layout)
+        if not loop.eager:
+            with pytest.raises(
+                CaptureError, match=r"argument x is a nested tensor.*\n  fix: .*x.to_padded_tensor\(0.0\)"
+            ):
+                model(batch)
+        y = model(batch.to_padded_tensor(0.0))
+        y.square().mean().backward()
+        loop.see(y=y)
+        if layout is torch.jagged:
+            loop.see(flat=model(batch).values() if loop.eager else model(batch.values()[None])[0])
+    loop.see_gradients(model)
+    x, lengths, inside, outside = torch.randn(2, 5, 12), [3, 5], Inside(), Around()
+    if not loop.eager:
+        with pytest.raises(
+            CaptureError, match=r"tensors are nested.*\n.*\n  fix: .* into a submodule, which is left eager"
+        ):
+            loop.model(inside)(x, lengths)
+    around = loop.model(outside)
+    y = around(x, lengths)
+    y.square().mean().backward()
+    loop.see(y=y)
+    loop.see_gradients(around)
+
+
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, mix: Tensor, x: Tensor) -> Tensor:
+        return self.linear(mix @ x)
+
+
+@situation("https://docs.pytorch.org/docs/stable/sparse.html")
+def sparse_matrices(loop: Loop) -> None:
+    model, x, mix = loop.model(Mixes()), torch.randn(4, 12), torch.eye(4).roll(1, 0).to_sparse()
+    if not loop.eager:
+        with pytest.raises(
+            CaptureError, match=r"argument mix is a sparse tensor.*\n  fix: give the model mix.to_dense\(\)"
+        ):
+            model(mix, x)
+    y = model(mix if loop.eager else mix.to_dense(), x)
+    y.square().mean().backward()
+    loop.see(y=y)
     loop.see_gradients(model)
