@@ -33,9 +33,9 @@ from megafx.errors import PlacementError, SourceLine
 from megafx.ir.program import PLACEMENT, VAL, Input, Output, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
 from megafx.ops.axes import AxisContext, Mesh, on_mesh
-from megafx.placements.data_axis import EXPERT_AXIS, EXPERT_COPY_AXIS, TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import COPY_AXIS, EXPERT_AXIS, EXPERT_COPY_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Nested, Placement, R, dual, experts_held, nested
+from megafx.placements.types import I, Placement, R, dual, experts_held, nested
 
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
@@ -414,11 +414,14 @@ def _stored(
         return None
     assert program.batch is not None
     tensor, shape = placements.get(spec.name, I), values[spec.name].shape
+    sharded = _gathers(program) and (spec.kind == "param" or program.batch.reduced)
     if spec.name in program.batch.experts:
-        held = experts_held(tensor, shape, t, data.experts)
-        nests = isinstance(held, Nested)
-        return _Stored(held, data.experts * (t if nests else 1), EXPERT_COPY_AXIS if nests else EXPERT_AXIS)
-    if _gathers(program) and (spec.kind == "param" or program.batch.reduced):
+        same = data.same_experts if sharded else 1
+        held = experts_held(tensor, shape, t, data.experts, same)
+        ranks, cut = data.experts * same, tensor.is_shard and t > 1
+        axes = (EXPERT_AXIS, EXPERT_COPY_AXIS) if same == 1 else (SHARD_AXIS, COPY_AXIS)
+        return _Stored(held, ranks * (t if cut else 1), axes[cut])
+    if sharded:
         return _Stored(nested(tensor, shape, t, data.sharing), data.sharing * t, data.copy_axis)
     return None
 
@@ -481,7 +484,7 @@ def logical_of(
         name, groups = program.outputs[i].name, Mesh({**data.mesh, TENSOR_AXIS: t}).groups[axis]
         copies = [[results[rank][i] for rank in group] for group in groups]
         made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
-        if made[0] is not None and axis == EXPERT_AXIS:  # tensor-parallel ranks have the same
+        if made[0] is not None and axis in (EXPERT_AXIS, SHARD_AXIS):  # tensor-parallel ranks have the same
             for at in range(0, len(made), t):
                 _check_same(made[at : at + t], f"the gradient of '{name}'", "of all tensor-parallel ranks")
             made = made[::t]

@@ -27,10 +27,12 @@ from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import (
     BATCH_AXIS,
     CONTEXT_AXIS,
+    COPY_AXIS,
     DDP,
     EXPERT_AXIS,
     EXPERT_COPY_AXIS,
     EXPERT_GRADIENT_AXIS,
+    EXPERT_REPLICA_AXIS,
     GRADIENT_AXIS,
     REPLICA_AXIS,
     SAME_EXPERTS_AXIS,
@@ -48,7 +50,8 @@ class Meshes:
     and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all.
     calls: the ranks that are given the same calls, where these are more than the tensor-parallel ones.
     shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other. experts: 1-d,
-    of the ranks that hold one copy of experts; experts_tensor: the same with their tensor-parallel ranks, next to each other.
+    of the ranks that hold one copy of experts, those that share them out next to each other; experts_tensor: the same with
+    their tensor-parallel ranks, next to each other.
     """
 
     tensor: DeviceMesh | None
@@ -267,6 +270,14 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     if experts:
         own, own_tensor = mesh[EXPERT_AXIS], _joined(mesh, [EXPERT_AXIS, TENSOR_AXIS], EXPERT_COPY_AXIS)
         axes[EXPERT_AXIS] = _context(own)
+        if data.same_experts > 1:  # these hold shards of each rank's experts
+            same = [name for name in sharing_one if name != EXPERT_AXIS]
+            axes[SAME_EXPERTS_AXIS] = _context(_joined(mesh, same, SAME_EXPERTS_AXIS))
+            own = _joined(mesh, sharing_one, SHARD_AXIS)
+            own_tensor = _joined(mesh, [*sharing_one, TENSOR_AXIS], COPY_AXIS)
+            if sequence:
+                copies = [name for name in every if name not in sharing_one]
+                axes[EXPERT_REPLICA_AXIS] = _context(_joined(mesh, copies, EXPERT_REPLICA_AXIS))
         if data.alike > 1:
             alike = [name for name in every if name != EXPERT_AXIS]
             axes[EXPERT_GRADIENT_AXIS] = _context(_joined(mesh, alike, EXPERT_GRADIENT_AXIS))

@@ -253,7 +253,7 @@ def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> N
         if placement.is_shard:
             mesh = param._spec.mesh
             spec = make_spec(mesh, placement, param.shape, param.dtype)
-            _cut(param, spec, placement, mesh.get_local_rank(), mesh.size())
+            _cut(param, spec, [(placement, mesh.get_local_rank(), mesh.size())])
 
 
 @torch.no_grad()
@@ -268,28 +268,38 @@ def shard_over_data(model: nn.Module, meshes: Meshes, experts: Collection[str]) 
         tensor, t = placement_of(param), param._spec.mesh.size()
         if id(param) in of_experts:
             assert meshes.data is not None
-            placement = experts_held(tensor, param.shape, t, meshes.data.experts)
-            mesh = meshes.experts_tensor if isinstance(placement, Nested) else meshes.experts
+            placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts)
+            mesh = meshes.experts_tensor if tensor.is_shard and t > 1 else meshes.experts
         elif meshes.shards is not None:
             mesh = meshes.shards
             placement = nested(tensor, param.shape, t, mesh.size() // t)
         else:
             continue
         assert mesh is not None
-        spec, rank = make_spec(mesh, placement, param.shape, param.dtype), mesh.get_local_rank()
-        if isinstance(placement, Nested):  # what this rank keeps of its tensor-parallel shard
-            _cut(param, spec, placement.inner, rank // placement.t, placement.ranks)
-        else:
-            _cut(param, spec, placement, rank, mesh.size())
+        spec = make_spec(mesh, placement, param.shape, param.dtype)
+        _cut(param, spec, _cuts(placement, tensor, mesh.get_local_rank(), mesh.size()))
 
 
-def _cut(param: TPTensor, spec: DTensorSpec, placement: Placement, rank: int, ranks: int) -> None:
+def _cuts(placement: Placement, tensor: Placement, rank: int, ranks: int) -> list[tuple[Placement, int, int]]:
+    """How what a rank holds at `tensor` becomes what it holds at `placement`: (placement, rank, ranks) of each cut."""
+    if placement == tensor:
+        return []
+    if not isinstance(placement, Nested):
+        return [(placement, rank, ranks)]
+    outer = _cuts(placement.tensor, tensor, rank % placement.t, placement.t)
+    return [*outer, (placement.inner, rank // placement.t, placement.ranks)]
+
+
+def _cut(param: TPTensor, spec: DTensorSpec, cuts: Iterable[tuple[Placement, int, int]]) -> None:
     """Cut what this rank holds of a parameter and its gradient; `spec` describes what is left."""
     grad, param.grad = cast("TPTensor | None", param.grad), None
-    param._local_tensor = shard_tensor(param._local_tensor, placement, rank, ranks)  # of a meta tensor: a meta shard
-    param._spec = spec
-    if grad is not None:
-        param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, ranks), spec)
+    local, of_grad = param._local_tensor, None if grad is None else grad._local_tensor
+    for cut in cuts:
+        local = shard_tensor(local, *cut)  # of a meta tensor: a meta shard
+        of_grad = None if of_grad is None else shard_tensor(of_grad, *cut)
+    param._local_tensor, param._spec = local, spec
+    if of_grad is not None:
+        param.grad = wrap(of_grad, spec)
 
 
 def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:

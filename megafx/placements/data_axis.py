@@ -35,6 +35,7 @@ GRADIENT_AXIS, CONTEXT_SHARD_AXIS, CONTEXT_COPY_AXIS = "dp_cp", "dp_shard_cp", "
 # all that have the same experts, and so summands of their gradients; those that hold one copy of all experts. (The names of
 # the first two are torchtitan's.)
 EXPERT_AXIS, SAME_EXPERTS_AXIS, EXPERT_GRADIENT_AXIS, EXPERT_COPY_AXIS = "ep", "dp_shard_mod_ep", "edp", "ep_tp"
+EXPERT_REPLICA_AXIS = "edp_replicate"  # those that hold the same rows of the same experts, where ranks cut a sequence
 _SHARD = (SHARD_AXIS, SAME_EXPERTS_AXIS, EXPERT_AXIS)
 JOINED = {
     BATCH_AXIS: (REPLICA_AXIS, *_SHARD),
@@ -45,8 +46,9 @@ JOINED = {
     CONTEXT_COPY_AXIS: (*_SHARD, CONTEXT_AXIS, TENSOR_AXIS),
     EXPERT_COPY_AXIS: (EXPERT_AXIS, TENSOR_AXIS),
     EXPERT_GRADIENT_AXIS: (REPLICA_AXIS, SAME_EXPERTS_AXIS, CONTEXT_AXIS),
+    EXPERT_REPLICA_AXIS: (REPLICA_AXIS, CONTEXT_AXIS),
 }
-DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, *JOINED)
+DATA_AXES = (SHARD_AXIS, REPLICA_AXIS, SAME_EXPERTS_AXIS, *JOINED)
 OUTER_AXES = (*DATA_AXES, CONTEXT_AXIS, EXPERT_AXIS)  # all but the tensor-parallel one
 
 
@@ -63,9 +65,9 @@ def inner_ranks(axis: str, sizes: Mapping[str, int]) -> int:
     t, context = sizes.get(TENSOR_AXIS, 1), sizes.get(CONTEXT_AXIS, 1)
     if axis in (CONTEXT_AXIS, GRADIENT_AXIS, CONTEXT_SHARD_AXIS):
         return t
-    if axis == EXPERT_GRADIENT_AXIS:
-        return t if context > 1 else t * sizes.get(EXPERT_AXIS, 1)
-    return t * context
+    if axis == SAME_EXPERTS_AXIS or (axis == EXPERT_GRADIENT_AXIS and context == 1):
+        return t * context * sizes.get(EXPERT_AXIS, 1)
+    return t if axis in (EXPERT_GRADIENT_AXIS, EXPERT_REPLICA_AXIS) else t * context
 
 
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
@@ -75,8 +77,9 @@ DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 class DataAxis:
     """form: DDP, ZERO1 or FSDP. shard_ranks: of `ranks`, those that hold one copy of the parameters; 1 with DDP.
     bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut the sequence of each part of
-    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them. experts: of
-    `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`."""
+    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them, but for experts.
+    experts: of `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`,
+    and those of these that have the same experts hold shards of them."""
 
     ranks: int
     form: str = DDP
@@ -112,10 +115,9 @@ class DataAxis:
         """Sizes of the axes."""
         sizes = {BATCH_AXIS: self.ranks}
         if self.experts > 1:
-            same = self.shard_ranks // self.experts if self.form != DDP else 1
             sizes = {
-                REPLICA_AXIS: self.ranks // same // self.experts,
-                SAME_EXPERTS_AXIS: same,
+                REPLICA_AXIS: self.ranks // self.same_experts // self.experts,
+                SAME_EXPERTS_AXIS: self.same_experts,
                 EXPERT_AXIS: self.experts,
             }
         elif self.sharded:
@@ -126,6 +128,11 @@ class DataAxis:
     def alike(self) -> int:
         """Ranks that have the same experts, those of a sequence too: their gradients of experts are summed."""
         return self.ranks * self.context // self.experts
+
+    @property
+    def same_experts(self) -> int:
+        """Ranks that cut the rows of the experts that each of them has: those of a copy, one in each group that shares out."""
+        return self.shard_ranks // self.experts if self.form != DDP else 1
 
     @property
     def sharing(self) -> int:
@@ -153,12 +160,15 @@ class DataAxis:
         return self.ranks // self.shard_ranks
 
 
-def rows_of(length: int, data: DataAxis, t: int, cut: bool) -> tuple[bool, int, Layout]:
+def rows_of(length: int, data: DataAxis, t: int, cut: bool, experts: bool = False) -> tuple[bool, int, Layout]:
     """How ranks share the rows of a parameter, `length` on a tensor-parallel rank: (whether data-parallel ranks alone share
     them, number of ranks, layout).
 
-    cut: tensor-parallel ranks hold shards; else they hold the same rows, and share them too.
+    cut: tensor-parallel ranks hold shards; else they hold the same rows, and share them too. experts: the rows are this rank's
+    experts, which those that have the same ones share.
     """
+    if experts:
+        return True, data.same_experts, Layout.contiguous(length, data.same_experts)
     alone = cut or t == 1
     ranks = data.sharing * (1 if alone else t)
     return alone, ranks, Layout.contiguous(length, ranks)

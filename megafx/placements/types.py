@@ -8,7 +8,8 @@
 
 Two kinds of shards are for parameters only:
 
-    Nested     a shard of a shard: tensor-parallel ranks cut the parameter, data-parallel ranks cut each shard's rows again
+    Nested     a shard of a shard: tensor-parallel ranks (or those that share out experts, or both) cut the parameter,
+               data-parallel ranks cut each shard's rows again
     Owned      a shard whose part on one rank, the owner, is the whole: a parameter of an expert that only this rank holds
 
 A `Layout` says how one dim is cut over the `t` ranks of the axis. The dim is `rep` equal repeats of a pattern of blocks;
@@ -301,8 +302,9 @@ class Nested(Placement):
 
     def local_shape(self, shape: Sequence[int]) -> list[int]:
         """Every rank's, for a parameter of logical `shape`."""
-        local = [*shape]
-        local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
+        local = self.tensor.local_shape(shape) if isinstance(self.tensor, Nested) else [*shape]
+        if not isinstance(self.tensor, Nested):
+            local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
         local[0] = self.inner.cut.local_size(self.ranks)
         return local
 
@@ -325,14 +327,18 @@ def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Place
     return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
 
 
-def experts_held(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Placement:
+def experts_held(tensor: Placement, shape: Sequence[int], t: int, ranks: int, same: int = 1) -> Placement:
     """How `ranks` groups of t tensor-parallel ranks hold the experts of a stack [experts, ...], which these hold at `tensor`.
 
-    Tensor-parallel ranks that hold whole experts hold the same ones: the placement is then of the `ranks` alone.
+    Tensor-parallel ranks that hold whole experts hold the same ones: the placement is then of the `ranks` alone. same: so many
+    of these groups of groups have the same experts, and cut what each has of them again.
     """
-    if tensor.is_shard and t > 1:
-        return nested(tensor, shape, t, ranks)
-    return S(0, Layout.contiguous(shape[0], ranks))
+    cut = tensor.is_shard and t > 1
+    held = nested(tensor, shape, t, ranks) if cut else S(0, Layout.contiguous(shape[0], ranks))
+    if same == 1:
+        return held
+    rows = held.inner.cut.local_size(ranks) if isinstance(held, Nested) else held.cut.local_size(ranks)
+    return Nested("S", 0, Layout.contiguous(rows, same), held, ranks * (t if cut else 1), same, rows)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ What is added is coarser than the timeline:
   does (planner/cost.py), but its kernels no more of the device than on one host.
 - Parameters are gathered, and gradients scattered, a layer at a time; each call has a latency, which grows with the hosts.
 - Ranks that cut a sequence have summands of the same gradients, and share them out as data-parallel ranks do.
-- Experts that data-parallel ranks share out are held as the plan says in every form; their gradients are summed over the ranks
-  that have the same ones, beside the reductions of the others.
+- Of experts that data-parallel ranks share out, those that have the same ones are the data-parallel ranks: they gather and
+  reduce them beside the other parameters.
 - Pipeline stages and micro-batches: planner/pipeline_step.py. Gradients of micro-batches add up before they are reduced, but
   for those of fsdp without a pipeline, which ranks could not hold whole.
 - A budget of a fraction f costs at most (1 - f) of a forward pass.
@@ -86,14 +86,18 @@ def whole_steps(
     layers = max(round(sum(times) * own.held), 1)
     sharded = [(form, shard) for form in (ZERO1, FSDP) for shard in shards] if n > 1 else []
     bucket, e = config.data_parallel_bucket_mib * 2**20, config.expert_model_parallel_size
-    same = _DataGroup(hardware, t * e, c, d // e, 1, layers, bucket, split)  # ranks that have the same experts
     for form, shard in [(DDP, 1), *sharded]:
         group = _DataGroup(hardware, t, c, d, shard, layers, bucket, split)
         waits = group.waits(form, params, grads, of_others * forward, of_others * backward)
+        alike = 1 if form == DDP else shard // e  # ranks that hold shards of the same experts
+        same = _DataGroup(hardware, t * e, 1, n // e, alike, layers, bucket, split)
+        of_same = form if alike > 1 else DDP
         if e > 1:  # collectives of both share the step
-            waits += same.waits(DDP, 0, experts["gradients"], of_experts * forward, of_experts * backward)
+            of_both = experts["parameters"], experts["gradients"]
+            waits += same.waits(of_same, *of_both, of_experts * forward, of_experts * backward)
         whole = 1 if form == DDP else shard * c
         gathered = {DDP: 0, ZERO1: params, FSDP: 2 * params // layers}[form]
+        gathered += {DDP: 0, ZERO1: experts["parameters"], FSDP: 2 * experts["parameters"] // layers}[of_same]
         for fraction in fractions_of(config):
             again = 0.0 if fraction is None else (1 - fraction) * computing / 3
             parts = {
@@ -101,20 +105,23 @@ def whole_steps(
                 "tensor-parallel collectives": m * of_tensor,
                 "context-parallel collectives": m * of_context,
                 "data-parallel collectives": m * of_data + waits,
-                "the optimizer": picture.optimizer_us * own.held * (of_experts + of_others / whole),
+                "the optimizer": picture.optimizer_us * own.held * (of_experts / alike + of_others / whole),
                 "computing again in backward": m * again,
                 "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_tensor),
                 "messages between stages": messages * message,
             }
             used = {
-                "parameters": params // whole + gathered + experts["parameters"],
-                "gradients": grads // (1 if group.holds(form) else whole) + experts["gradients"],
-                "AdamW's moments": moments // whole + experts["AdamW's moments"],
+                "parameters": params // whole + experts["parameters"] // alike + gathered,
+                "gradients": (
+                    grads // (1 if group.holds(form) else whole)
+                    + experts["gradients"] // (1 if group.holds(form) else alike)
+                ),
+                "AdamW's moments": moments // whole + experts["AdamW's moments"] // alike,
                 "kept for backward": int(own.kept * (1 if fraction is None else fraction)),
             }
             changed = in_form(config, form, shard).replace(activation_memory_budget=fraction)
             sent = int(m * moved * own.time) + messages * size + group.sent(form, params, grads)
-            sent += same.sent(DDP, 0, experts["gradients"])
+            sent += same.sent(of_same, experts["parameters"], experts["gradients"])
             rows, flops = (config.micro_batch_size or 1) * d * m, step.flops * m / split.ranks
             yield WholeStep(changed, parts, used, rows, sent, flops, split)
             if sum(used.values()) <= memory:

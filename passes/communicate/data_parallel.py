@@ -7,7 +7,7 @@ Legal because: the loss is the sum over ranks of what they hold of it (`Batch.ou
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
 
 The gradient of experts (`hold_experts`) is that of the tokens of all ranks that share them out, and is summed over those that
-have the same ones. Of another parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of
+have the same ones. Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of
 all-reduce, in one collective for a region (megafx/analysis/layers.py); groups of ranks that hold copies of the shards then sum
 these in an all-reduce. A tensor-parallel rank that holds whole rows too first takes those of the rows that it is to keep.
 
@@ -33,8 +33,10 @@ from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, 
 from megafx.placements.data_axis import (
     BATCH_AXIS,
     EXPERT_GRADIENT_AXIS,
+    EXPERT_REPLICA_AXIS,
     GRADIENT_AXIS,
     REPLICA_AXIS,
+    SAME_EXPERTS_AXIS,
     TENSOR_AXIS,
     DataAxis,
     rows_of,
@@ -132,7 +134,9 @@ class _Adder:
         return [*found.values()]
 
     def _sharded(self, gradients: _Gradients) -> bool:
-        return self.data.sharded and gradients.base.meta[VAL].ndim > 0 and not self._of_experts(gradients)
+        if self._of_experts(gradients):
+            return self.data.same_experts > 1
+        return self.data.sharded and gradients.base.meta[VAL].ndim > 0
 
     def _of_experts(self, gradients: _Gradients) -> bool:
         """Whether a rank has its experts alone: the tokens of the ranks that have others went into it."""
@@ -172,8 +176,12 @@ class _Adder:
 
     def _scattered(self, bucket: list[_Gradients]) -> list[fx.Node]:
         """This rank's rows of what the gradients of the bucket are over all ranks."""
-        where, ranks = bucket[-1].base.next, self.data.sharing
-        ops = NodeOps(self.program, where, self.sizes, self.data.shard_axis, NAME)
+        where, data = bucket[-1].base.next, self.data
+        ranks, axis, copies, between_axis = data.sharing, data.shard_axis, data.replicas, REPLICA_AXIS
+        if self._of_experts(bucket[0]):
+            ranks, axis, copies = data.same_experts, SAME_EXPERTS_AXIS, data.alike // data.same_experts
+            between_axis = REPLICA_AXIS if data.context == 1 else EXPERT_REPLICA_AXIS
+        ops = NodeOps(self.program, where, self.sizes, axis, NAME)
         parts, shapes = [], []
         for gradients in bucket:
             ops.build.origin = gradients.base
@@ -186,8 +194,8 @@ class _Adder:
         length = sum(math.prod(shape) for shape in shapes)
         total = ops.reduce_scatter(ops.view(joined, [ranks * length]), ranks)
         self.count += 1
-        if self.data.replicas > 1:
-            between = NodeOps(self.program, where, self.sizes, REPLICA_AXIS, NAME)
+        if copies > 1:
+            between = NodeOps(self.program, where, self.sizes, between_axis, NAME)
             between.build.origin = bucket[-1].base
             total = between.all_reduce(total)
             ops.emitted += between.emitted
@@ -203,11 +211,11 @@ class _Adder:
         """[n, ...] -> [ranks that scatter, rows of one, ...]."""
         node = gradients.base
         cut = self.stored[self.program.outputs[gradients.results[0]].name].is_shard
-        _, ranks, layout = rows_of(node.meta[VAL].shape[0], self.data, self.t, cut)
+        alone, ranks, layout = rows_of(node.meta[VAL].shape[0], self.data, self.t, cut, self._of_experts(gradients))
         ops = NodeOps(self.program, where, self.sizes, TENSOR_AXIS, NAME)
         ops.build.origin = node
         stacked: fx.Node = to_stacked(ops.contiguous(node), 0, layout.flat(), ranks, ops)
-        if ranks != self.data.sharing:  # this tensor-parallel rank's rows of each
+        if not alone:  # this tensor-parallel rank's rows of each
             shape = [*ops.shape(stacked)]
             split = ops.view(ops.contiguous(stacked), [self.data.sharing, self.t, *shape[1:]])
             order = [1, 0, *range(2, len(shape) + 1)]

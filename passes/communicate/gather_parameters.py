@@ -10,7 +10,8 @@ After:   %a, %b, %c (this rank's rows of them)
 Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
 
 A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter is gathered in
-each region that uses it, one collective for each dtype and group of ranks (tensor-parallel ranks share whole parameters too).
+each region that uses it, one collective for each dtype and group of ranks (tensor-parallel ranks share whole parameters too;
+experts that ranks share out are gathered by those that have the same ones).
 
 In the form 'fsdp' the gathered parameters are not kept: backward gathers them again (ir.RECOMPUTE; passes/lower/regather.py).
 In the form 'zero1' whoever runs the graph makes the gather, once for each change of the shards (`partition`); here it is only
@@ -34,7 +35,7 @@ from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import PHASE, PLACEMENT, RECOMPUTE, VAL, Builder, Phase, Program, fqn_of
 from megafx.ops.gather_region import starts
 from megafx.passes.communicate.emit import of_many_modules
-from megafx.placements.data_axis import FSDP, DataAxis, rows_of
+from megafx.placements.data_axis import FSDP, SAME_EXPERTS_AXIS, DataAxis, rows_of
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 
@@ -50,9 +51,9 @@ def gather_parameters(program: Program, planner: Planner) -> int:
         return 0
     stored, experts = planner.solved.params, () if program.batch is None else program.batch.experts
     params = {
-        node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
+        node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard, spec.name in experts)
         for node, spec in program.input_nodes()
-        if spec.kind == "param" and node.meta[VAL].ndim and spec.name not in experts
+        if spec.kind == "param" and node.meta[VAL].ndim and (spec.name not in experts or data.same_experts > 1)
     }
     regions = _regions(program, params)
     for param in params.values():
@@ -74,12 +75,14 @@ def gather_parameters(program: Program, planner: Planner) -> int:
 
 @dataclass
 class _Parameter:
-    """shape: of one tensor-parallel rank's part of it. cut: whether these hold shards. axis, ranks: who shares its rows."""
+    """shape: of one tensor-parallel rank's part of it. cut: whether these hold shards. experts: whether it has this rank's
+    experts alone. axis, ranks: who shares its rows."""
 
     node: fx.Node
     name: str
     shape: torch.Size
     cut: bool
+    experts: bool = False
     placement: Placement | None = None
     axis: str = ""
     ranks: int = 1
@@ -127,8 +130,8 @@ def _common(a: str, b: str) -> int:
 def _keep_rows(program: Program, param: _Parameter, data: DataAxis, t: int) -> None:
     """The parameter becomes this rank's rows."""
     node = param.node
-    alone, param.ranks, layout = rows_of(int(param.shape[0]), data, t, param.cut)
-    param.axis = data.shard_axis if alone else data.copy_axis
+    alone, param.ranks, layout = rows_of(int(param.shape[0]), data, t, param.cut, param.experts)
+    param.axis = SAME_EXPERTS_AXIS if param.experts else data.shard_axis if alone else data.copy_axis
     param.placement = node.meta.pop(PLACEMENT, None)
     with program.fake_mode:
         node.meta[VAL] = node.meta[VAL].new_empty([layout.local_size(param.ranks), *param.shape[1:]])

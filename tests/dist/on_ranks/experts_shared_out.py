@@ -68,6 +68,36 @@ def experts_shared_out_beside_other_axes() -> None:
     trains_like_one_process(EP | {"context_parallel_size": 2})
 
 
+@check(4)
+def ranks_that_have_the_same_experts_hold_shards_of_them(folder: Path) -> None:
+    """Two groups of two: of the three experts (the second rank's are two and a pad) each rank stores a shard of two rows. A
+    checkpoint goes on where experts are shared out otherwise."""
+    four = EP | {"data_parallel_size": 4, "data_parallel": "fsdp"}
+    trains_like_one_process(four)
+    model, plain = megafx.parallelize(start(), megafx.Config(**four)), start()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+    with model.megafx.no_sync():
+        model(*part(a_call(4), 4)).backward()
+    model(*part(a_call(8), 4)).backward()
+    for rows in (4, 8):
+        plain(*a_call(rows)).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    optimizer.step(), optimizer.zero_grad()
+    up = dict(model.named_parameters())["layers.0.up"]
+    group, own = dist.get_rank() // 2, dist.get_rank() % 2  # which of those that have the same experts, and which experts
+    whole = F.pad(up.full_tensor(), (0, 0, 0, 0, 0, 1))[3 * own :][:3]
+    mine = F.pad(whole, (0, 0, 0, 0, 0, 1))[2 * group :][:2]
+    assert torch.equal(up.to_local(), mine) and optimizer.state[up]["exp_avg"].to_local().shape == mine.shape
+    megafx.save_checkpoint(folder, model, optimizer, step=1)
+    wanted = stepped(model, 4), megafx.full_state_dict(model)
+    for options in (four | {"expert_model_parallel_size": 4}, four | {"data_parallel": "ddp"}, four | {"expert_model_parallel_size": 1}):
+        again = megafx.parallelize(start(), megafx.Config(**options))
+        assert megafx.load_checkpoint(folder, again, torch.optim.AdamW(again.parameters())).step == 1
+        for ours, theirs in zip(stepped(again, 4), wanted[0], strict=True):
+            near(ours, theirs, f"a loss or a norm with {options}")
+        same_tensors(megafx.full_state_dict(again), wanted[1], f"with {options}:")
+
+
 @check(2)
 def experts_shared_out_with_losses_of_each_rank() -> None:
     """As by DistributedDataParallel, whose gradients are means."""

@@ -49,6 +49,13 @@ SLOW = pytest.mark.slow
         ({"dp": 2, "tp": 2}, {"check": 2}),
         ({"dp": 4}, {"data_parallel": "fsdp", "experts": 4}),  # two experts, two, one, and none
         ({"dp": 2, "cp": 2}, {}),
+        (
+            {"dp": 4},
+            {"data_parallel": "zero1", "check": 2},
+        ),  # of three experts of a rank, its like has a row in shards of two
+        pytest.param({"dp": 6}, {"data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param({"dp": 8}, {"data_parallel": "fsdp", "data_parallel_shard_size": 4}, marks=SLOW),
+        pytest.param({"dp": 4, "cp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),
         pytest.param({"dp": 3, "tp": 3}, {"data_parallel": "zero1", "experts": 3}, marks=SLOW),
         pytest.param({"dp": 4, "tp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),
         pytest.param({"dp": 4}, {"data_parallel": "fsdp", "data_parallel_shard_size": 2, "check": 2}, marks=SLOW),
