@@ -13,7 +13,6 @@ functions dispatch in backward carries its line and module; sums of gradients ca
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import operator
 import string
@@ -25,7 +24,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megafx.errors import MegafxError
@@ -49,6 +48,7 @@ from megafx.ir.program import (
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
 from megafx.passes.backward.functional import functional
+from megafx.passes.backward.node_gradients import NodeGradients
 from megafx.placements.moves import same_sizes
 from megafx.planner.context import Planner
 
@@ -82,29 +82,26 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     primals = [_traced(program, node, i in wrt) for i, node in enumerate(program.placeholders())]
     tangents = [_traced(program, program.results()[i], False) for i in differentiated]
     symbols = set(size_sources(program.graph))
-    origins: _Origins | None = None
+    fixing: fx.Node | None = None
     lost: list[str] = []
 
     def joint(*args: Any) -> tuple[Any, ...]:
+        nonlocal fixing
         values, seeds = args[: len(primals)], args[len(primals) :]
-        nonlocal origins
-        origins = _Origins(program, symbols)
-        outputs = _Forward(program.gm, origins).run(*values)
-        origins.backward = True
+        nodes = NodeGradients(program, symbols, NAME)
+        results = nodes.forward(_dispatch, values)
+        outputs = [results[i] for i in differentiated]
         if wrt and program.call is not None:
-            lost[:] = [program.outputs[i].name for i in differentiated if not outputs[i].requires_grad]
-        gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
-        origins.attribute(None)
-        return (*outputs, *gradients)
+            lost[:] = [
+                program.outputs[i].name for i, x in zip(differentiated, outputs, strict=True) if not x.requires_grad
+            ]
+        gradients = nodes.backward(outputs, seeds, wrt)
+        fixing = nodes.fixing
+        return (*map(nodes.tensor, results), *gradients)
 
-    try:
-        with _tracing(program), _use_lazy_graph_module(True):
-            program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
-    finally:
-        if origins is not None:
-            origins.release()
-    assert origins is not None
-    _check_symbols(program, symbols, origins.fixing)
+    with _tracing(program), _use_lazy_graph_module(True):
+        program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
+    _check_symbols(program, symbols, fixing)
     if lost:
         raise MegafxError(
             f"output '{lost[0]}' requires a gradient in eager mode, and in the graph nothing that it is made of does",
@@ -176,86 +173,9 @@ def _values_alone() -> Iterator[None]:
         owner._extract_tensor_metadata = before
 
 
-def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...]) -> list[Any]:
-    """d outputs / d inputs; None for an input that no output depends on."""
-    live = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
-    if not live or not inputs:
-        return [None] * len(inputs)
-    return list(torch.autograd.grad([o for o, _ in live], inputs, [t for _, t in live], allow_unused=True))
-
-
-class _Origins:
-    """Tells nodes, as they are traced, which node of the forward program they stem from."""
-
-    def __init__(self, program: Program, symbols: set[Any]) -> None:
-        mode = get_proxy_mode()
-        assert mode is not None and program.fake_mode.shape_env is not None, "runs inside make_fx"
-        self.tracer, self.graph = mode.tracer, mode.tracer.graph
-        self.last: fx.Node | None = next(iter(reversed(self.graph.nodes)), None)
-        self.current: fx.Node | None = None
-        self.backward = False
-        self.functions: dict[Any, Any] = {}  # each with its hook; keeps them alive, so that their identity stays theirs
-        self.symbols, self.replacements = symbols, program.fake_mode.shape_env.replacements
-        self.known = len(self.replacements)
-        self.fixing: fx.Node | None = None  # the first node at which a symbol became a number
-
-    def attribute(self, origin: fx.Node | None) -> None:
-        """Nodes since the last call stem from the then current origin; the next ones from `origin`."""
-        if len(self.replacements) != self.known:
-            self.known = len(self.replacements)
-            if self.fixing is None and any(self.replacements.get(s, s).is_Integer for s in self.symbols):
-                self.fixing = self.current
-        fresh = [*itertools.takewhile(lambda n: n is not self.last, reversed(self.graph.nodes))]
-        for node in fresh:
-            if self.current is not None:
-                inherit(node, self.current, NAME)
-                if not self.backward:
-                    node.meta[MADE_BY] = self.current.meta.get(MADE_BY, ())
-            if self.backward:
-                node.meta[PHASE] = BACKWARD
-        if fresh:
-            self.last = fresh[0]
-        self.current = origin
-
-    def own(self, result: Any, origin: fx.Node) -> None:
-        """The autograd functions behind `result` that no earlier node made are made by `origin`."""
-        tensors = result if isinstance(result, (tuple, list)) else (result,)
-        todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
-        while todo:
-            function = todo.pop()
-            if function is None or function in self.functions:
-                continue
-            self.functions[function] = function.register_prehook(lambda _, origin=origin: self.attribute(origin))
-            todo += [f for f, _ in function.next_functions]
-
-    def release(self) -> None:
-        """Take the hooks off: Python's garbage collector does not see that they hold what they hang on."""
-        for handle in self.functions.values():
-            handle.remove()
-        self.functions.clear()
-
-
-class _Forward(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, origins: _Origins) -> None:
-        super().__init__(gm)
-        self.origins = origins
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
-        return super().call_function(target, args, kwargs) if found is None else found
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "output"):
-            return super().run_node(n)
-        self.origins.attribute(n)
-        result = super().run_node(n)
-        self.origins.attribute(None)
-        self.origins.own(result, n)
-        if PLACEMENT in n.meta and isinstance(result, torch.Tensor):
-            slot = get_proxy_slot(result, self.origins.tracer, None)
-            if slot is not None and slot.proxy.node.op == "call_function":
-                slot.proxy.node.meta.setdefault(PLACEMENT, n.meta[PLACEMENT])
-        return result
+def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:
+    found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
+    return target(*args, **kwargs) if found is None else found
 
 
 def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
