@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 
 from megafx.capture.host_numbers import HostNumber, of_counted
-from megafx.ir.source_lines import is_user_file
+from megafx.ir.source_lines import is_installed, is_user_file
 from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.progress import also_among_frozen
 
@@ -179,14 +179,32 @@ MATH = (
 )
 
 
+_INSTALLED: dict[
+    str, dict[str, tuple[types.ModuleType, list[tuple[str, str]]]]
+] = {}  # library -> module -> what it has
+
+
 def imported_by_name(
     library: types.ModuleType, wanted: Collection[str], libraries: Collection[str]
 ) -> list[tuple[dict[str, Any], str, str]]:
     """(globals, name there, name in the library) of functions of a library that modules have imported by name.
-    libraries: packages left out."""
+    libraries: packages left out. An installed module is looked through once."""
     functions = {id(getattr(library, name)): name for name in wanted if hasattr(library, name)}
-    users = [vars(m) for name, m in [*sys.modules.items()] if name.partition(".")[0] not in libraries]
-    return [(names, own, functions[id(x)]) for names in users for own, x in [*names.items()] if id(x) in functions]
+    known = _INSTALLED.setdefault(library.__name__, {})
+    found = []
+    for name, module in [*sys.modules.items()]:
+        if name not in known or known[name][0] is not module:
+            if name.partition(".")[0] in libraries:
+                has = []
+            else:
+                has = [(own, functions[id(x)]) for own, x in [*vars(module).items()] if id(x) in functions]
+            loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
+            if not is_installed(getattr(module, "__file__", None) or "") or loading:
+                found += [(vars(module), own, function) for own, function in has]
+                continue
+            known[name] = module, has
+        found += [(vars(module), own, function) for own, function in known[name][1]]
+    return found
 
 
 def _whole(value: Any) -> bool:

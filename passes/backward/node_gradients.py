@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_impls import fast_detach
@@ -123,7 +122,11 @@ class NodeGradients:
                 env[node] = Value(None, held, object(), tensor=held) if isinstance(held, Tensor) else held
             elif node.op == "call_function":
                 given: Any = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*given[0]) if node.target is operator.getitem else self._call(run, node, given)
+                found = node.target(*given[0]) if node.target is operator.getitem else self._call(run, node, given)
+                made = found.node if isinstance(found, Value) else None
+                if made is not None and made.op == "call_function" and PLACEMENT in node.meta:
+                    made.meta.setdefault(PLACEMENT, node.meta[PLACEMENT])
+                env[node] = found
         results: Any = fx.node.map_arg(self.program.results(), env.__getitem__)
         return list(results)
 
@@ -135,8 +138,8 @@ class NodeGradients:
         key = node.target, spec, *others, *(x.form for x in given), _pattern(on)
         kind = self.kinds.get(key)
         if kind is None:
-            kind, once = self._trace(run, node, leaves, spec, given)
-            if not once:
+            kind = self._trace(run, node, leaves, spec, given)
+            if all(_is_placed(x, kind.traced) for x in pytree.tree_leaves(kind.results)):
                 self.kinds[key] = kind
             nodes, results = kind.nodes, kind.results
         else:
@@ -144,14 +147,9 @@ class NodeGradients:
             results = pytree.tree_map(lambda x: _same(x, kind, nodes, given), kind.results)
         if any(isinstance(x, Value) and x.requires_grad for x in pytree.tree_leaves(results)):
             self.calls.append(_Call(node, kind, nodes, given, results))
-        if isinstance(results, Value) and results.node is not None and results.node.op == "call_function":
-            results.node.meta |= {k: v for k, v in node.meta.items() if k == PLACEMENT and k not in results.node.meta}
         return results
 
-    def _trace(
-        self, run: Callable[..., Any], node: fx.Node, leaves: list[Any], spec: Any, given: list[Value]
-    ) -> tuple[_Kind, bool]:
-        """(what the node becomes, whether other nodes with the same key may become something else)."""
+    def _trace(self, run: Callable[..., Any], node: fx.Node, leaves: list[Any], spec: Any, given: list[Value]) -> _Kind:
         arguments = pytree.tree_unflatten([*map(self.tensor, leaves)], spec)
         found = run(node.target, *arguments)
         on = [x.node for x in given]
@@ -161,11 +159,7 @@ class NodeGradients:
             if isinstance(x, Tensor) and id(x) not in values:
                 values[id(x)] = self._found(x)
         results = pytree.tree_map(lambda x: values.get(id(x), x), found)
-        kind = _Kind(traced, [*on, *traced.nodes], given, results)
-        placed = all(
-            (isinstance(x, Value) and x.node in traced.places) or x is None for x in pytree.tree_leaves(results)
-        )
-        return kind, not placed or _makes_sizes(traced, [*given, *leaves])
+        return _Kind(traced, [*on, *traced.nodes], given, results)
 
     def _forward_meta(self, node: fx.Node) -> dict[str, Any]:
         return {MADE_BY: node.meta.get(MADE_BY, ())}
@@ -206,8 +200,7 @@ class NodeGradients:
             found = [None if x is None else Value(nodes[traced.places[x.node]], x.like, x.form) for x in likes]
         else:
             traced, found = self._trace_backward(call, come, before, wanted, on)
-            placed = all(x is None or x.node in traced.places for x in found)
-            if placed and not _makes_sizes(traced, [*call.given, *_results(call), *(x for _, x in come)]):
+            if all(_is_placed(x, traced) for x in found):
                 call.kind.backwards[key] = traced, found
         for i, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
@@ -312,6 +305,11 @@ class NodeGradients:
         return leaf
 
 
+def _is_placed(result: Any, traced: _Traced) -> bool:
+    """Whether a copy of the nodes has this result."""
+    return result is None or (isinstance(result, Value) and result.node in traced.places)
+
+
 def _same(result: Any, kind: _Kind, nodes: list[fx.Node | None], given: list[Value]) -> Any:
     """A result of a kind, as another node of it gives it."""
     if not isinstance(result, Value):
@@ -352,17 +350,3 @@ def _constant(x: Any) -> Hashable:
         if type(x) in (float, complex)
         else (id(x), type(x))
     )
-
-
-def _symbols(form: Any) -> set[sympy.Symbol]:
-    if isinstance(form, tuple):
-        return set[sympy.Symbol]().union(*map(_symbols, form))
-    return form.free_symbols if isinstance(form, sympy.Basic) else set()
-
-
-def _makes_sizes(traced: _Traced, given: Iterable[Any]) -> bool:
-    """Whether a node has a size that its operands and arguments do not have: data decides it, for each node anew."""
-    known = _symbols(tuple(x.form if isinstance(x, Value) else _constant(x) for x in given))
-    values = [x for meta in traced.metas for x in pytree.tree_leaves(meta.get(VAL))]
-    made = (_form(x) if isinstance(x, Tensor) else _constant(x) for x in values)
-    return not _symbols(tuple(made)) <= known

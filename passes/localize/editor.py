@@ -30,6 +30,7 @@ class Localizer:
         self.program, self.axis, self.t, self.rules, self.weights = program, axis, t, rules, weights
         self.sizes = SizeEmitter(program.graph, whole or program.sizes)
         self.instead: dict[fx.Node, fx.Node] = {}  # what was put in the place of a node
+        self.changed: set[fx.Node] = set()  # whose values are others than before
         self.global_shape = {
             n: (whole or program.sizes).shape(n.meta[VAL])
             for n in program.graph.nodes
@@ -53,6 +54,7 @@ class Localizer:
             with self.program.graph.inserting_before(node):
                 new = self.program.graph.call_function(target, args, kwargs)
             recompute_val(self.program, new)
+            self.changed.add(new)
             inherit(new, node, NAME)
             if placement is not None:
                 new.meta[PLACEMENT] = placement
@@ -109,4 +111,5 @@ def replace(local: Localizer, node: fx.Node, new: fx.Node) -> None:
     new.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), NAME)
     node.replace_all_uses_with(new)
     local.global_shape[new], local.instead[node] = local.global_shape[node], new
+    local.changed.add(new)
     check_shape(local, new, new.meta[PLACEMENT])

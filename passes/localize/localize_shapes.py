@@ -52,6 +52,7 @@ def localize_shapes(program: Program, planner: Planner) -> int:
             shape[placement.dim] = placement.cut.local_size(local.t)
             with program.fake_mode:
                 node.meta[VAL] = node.meta[VAL].new_empty(shape)
+            local.changed.add(node)
     for node in list(program.graph.nodes):
         if node.op != "call_function" or PLACEMENT not in node.meta:
             continue
@@ -59,9 +60,8 @@ def localize_shapes(program: Program, planner: Planner) -> int:
         if is_transition(node, plan.axis):
             node.args = (*node.args[:6], plan.t)
             recompute_val(program, node)
+            local.changed.add(node)
         else:
-            if node.target in OWNER_OPS:
-                node.args = (*node.args[:3], plan.t)
             _localize(local, node, plan.ops[node.name])
         value = node.meta[VAL]
         changed += isinstance(value, torch.Tensor) and program.sizes.shape(value) != before
@@ -71,6 +71,9 @@ def localize_shapes(program: Program, planner: Planner) -> int:
 
 
 def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    arguments = node.args, node.kwargs
+    if node.target in OWNER_OPS:
+        node.args = (*node.args[:3], local.t)
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
@@ -80,7 +83,9 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place
-        recompute_val(local.program, node)
+        if (node.args, node.kwargs) != arguments or not local.changed.isdisjoint(node.all_input_nodes):
+            recompute_val(local.program, node)
+            local.changed.add(node)
         check_shape(local, node, choice.out)
 
 
