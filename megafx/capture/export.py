@@ -40,7 +40,7 @@ from megafx.capture.like_layers import LikeLayers
 from megafx.capture.messages import Warned
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
-from megafx.capture.small_sizes import listing
+from megafx.capture.small_sizes import listing, writes_in_place
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, no_autocast, register_dataclasses, violated
@@ -590,9 +590,11 @@ def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
 
 
 def _decided(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
-    """What the model's code asked of sizes, as conditions that hold in the trace."""
+    """What the model's code asked of sizes, as conditions that hold in the trace. Whether `contiguous` copies changes nothing
+    where nothing is written in place."""
     shape_env = _shape_env(exported)
-    return tuple(dict.fromkeys(e for e in map(shape_env.replace, shape_env.decided) if e.free_symbols))
+    asked = [*shape_env.decided, *(shape_env.laid_out if writes_in_place(exported.graph_module) else ())]
+    return tuple(dict.fromkeys(e for e in map(shape_env.replace, asked) if e.free_symbols))
 
 
 def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:

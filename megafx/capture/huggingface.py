@@ -135,6 +135,8 @@ class CachesLeftOut:
             return
         from transformers import masking_utils
 
+        if hasattr(masking_utils, "_preprocess_mask_arguments"):
+            yield masking_utils, "_preprocess_mask_arguments", _positions_of_rows
         if hasattr(masking_utils, "find_packed_sequence_indices"):
             yield masking_utils, "find_packed_sequence_indices", self._packing
             for each in models:
@@ -166,6 +168,26 @@ class CachesLeftOut:
             return original(position_ids)
 
         return find
+
+
+def _positions_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Positions that serve all rows are expanded to the batch before transformers asks whether they have as many rows: the
+    answer is then the same for a batch of one, which needs no trace of its own."""
+    takes = inspect.signature(original)
+
+    @functools.wraps(original)
+    def preprocess(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(*args, **kwargs)
+        positions, rows = (given.arguments.get(name) for name in ("position_ids", "inputs_embeds"))
+        if isinstance(positions, Tensor) and isinstance(rows, Tensor) and _is_one_row(positions):
+            given.arguments["position_ids"] = positions.expand(rows.shape[0], -1)
+        return original(*given.args, **given.kwargs)
+
+    return preprocess
+
+
+def _is_one_row(x: Tensor) -> bool:
+    return x.dim() == 2 and isinstance(x.shape[0], int) and x.shape[0] == 1
 
 
 def _counts(position_ids: Tensor) -> bool:

@@ -74,8 +74,7 @@ def listing(
     gm: fx.GraphModule, inputs: Sequence[str], constants: Mapping[str, Any], out_leaves: Sequence[OutputLeaf]
 ) -> Listing:
     """Of a captured graph. inputs: what its placeholders are; constants: those among them that the trace found."""
-    writes = any(_writes(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
-    lister = _Lister(inputs, constants, _VIEWS if writes else _VIEWS | _COPIES)
+    lister = _Lister(inputs, constants, _VIEWS if writes_in_place(gm) else _VIEWS | _COPIES)
     lister.graph(gm)
     results: Any = gm.graph.output_node().args[0]
     lister.add("output", [leaf.value if leaf.index < 0 else results[leaf.index] for leaf in out_leaves])
@@ -166,6 +165,11 @@ def _read(gm: fx.GraphModule) -> set[fx.Node]:
         if node in found or node.op == "placeholder" or node.is_impure() or calls_body or _writes(node):
             found.update((node, *node.all_input_nodes))
     return found
+
+
+def writes_in_place(gm: fx.GraphModule) -> bool:
+    """Whether a captured graph writes into memory, in a nested body too."""
+    return any(_writes(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
 
 
 def _writes(node: fx.Node) -> bool:

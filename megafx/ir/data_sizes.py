@@ -44,7 +44,8 @@ class DataShapeEnv(ShapeEnv):
     graph without the branch computes the same. asked(answer): called at each branch that this would decide; whether it may.
 
     decided: conditions on sizes that hold in the trace and that the model's code asked about, in order. Those that hold for
-    all sizes of at least 2 are in it too, for which ShapeEnv makes no guard. questions: how often it may have asked.
+    all sizes of at least 2 are in it too, for which ShapeEnv makes no guard. laid_out: those that `x.contiguous()` asked about:
+    whether it copies. questions: how often it may have asked.
     """
 
     model_runs: ClassVar[bool] = False  # one thread traces at a time
@@ -55,6 +56,7 @@ class DataShapeEnv(ShapeEnv):
         self.asked = asked
         self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that the model's code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
+        self.laid_out: dict[sympy.Basic, None] = {}
         self.questions = 0
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
@@ -208,7 +210,7 @@ class DataShapeEnv(ShapeEnv):
             answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
             if answer is None or not self.asked(answer):
                 raise
-            if _asked_by_code():
+            if _asked_by() is not None:
                 self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
 
@@ -224,31 +226,35 @@ class DataShapeEnv(ShapeEnv):
             return
         if (question, answer) in self._answers:
             self.questions += 1
-        elif _asked_by_code():
+        elif (by := _asked_by()) is not None:
             self.questions += 1
-            self._answers.add((question, answer))
+            if by is not _CONTIGUOUS:  # another may ask the same
+                self._answers.add((question, answer))
             truth = answer in (sympy.true, sympy.false)
             holds = (question if answer else sympy.Not(question)) if truth else sympy.Eq(question, answer)
-            self.decided[holds] = None
+            (self.laid_out if by is _CONTIGUOUS else self.decided)[holds] = None
 
 
-def _asked_by_code() -> bool:
-    """Whether the model's code, or a function of torch that it calls, asks the question that is being answered.
+def _asked_by() -> Any:
+    """Who asks the question that is being answered: `_CONTIGUOUS` for that method, "" for all other code of the model.
 
-    Otherwise an op asks, while its result is made up: how it is laid out in memory, whether an operand is broadcast. That
+    None where an op asks, while its result is made up: how it is laid out in memory, whether an operand is broadcast. That
     changes nothing of the graph, nor of the sizes of results, except where an op removes dims of size 1.
     """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if is_user_file(file):
-            return True
+            return ""
         if name in _MAKES_RESULTS and file.endswith(_MAKES_RESULTS[name]):
-            return frame.f_locals.get("func") in _REMOVES_DIMS
+            return "" if frame.f_locals.get("func") in _REMOVES_DIMS else None
+        if name == "__torch_function__" and frame.f_locals.get("func") is _CONTIGUOUS:
+            return _CONTIGUOUS
         frame = frame.f_back
-    return True
+    return ""
 
 
+_CONTIGUOUS = torch.Tensor.contiguous
 _MAKES_RESULTS = {"_dispatch_impl": "_subclasses/fake_tensor.py", "proxy_call": "experimental/proxy_tensor.py"}
 _REMOVES_DIMS = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 

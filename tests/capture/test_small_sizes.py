@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,7 @@ SAME: dict[str, Head] = {
     "folded": lambda h: h.flatten(0, 1).view(h.shape),
     "expanded": lambda h: h + torch.ones(h.shape[0], 1, 4, dtype=h.dtype).expand(-1, h.shape[1], -1),
     "asked": lambda h: h.expand(h.shape) if h.shape[0] != 1 else h,
+    "contiguous": lambda h: h.transpose(0, 1).contiguous().view(h.shape[1], -1).sum(0),
     "attention": lambda h: nn.functional.scaled_dot_product_attention(*[h[:, None]] * 3, is_causal=True),
 }
 
@@ -116,6 +118,60 @@ def test_one_graph_where_nothing_depends_on_it(name: str) -> None:
     for batch, length in ((1, 5), (3, 5), (3, 1), (1, 1), (0, 5)):
         model(torch.randn(batch, length, 4))
     assert model.megafx.captures == 1
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each trace."""
+    found: list[Any] = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **options: found.append(1) or export(*args, **options))
+    return found
+
+
+def test_a_batch_of_one_is_traced_once(traces: list[Any]) -> None:
+    """Neither transformers' question whether positions have as many rows nor the memory of heads asks for a second trace."""
+    hf = pytest.importorskip("transformers")
+    config = hf.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+    )
+    net, ids = hf.LlamaForCausalLM(config), torch.arange(10).view(1, 10)
+    one = {"input_ids": ids, "labels": ids}
+    model = megafx.parallelize(copy.deepcopy(net), megafx.Config(tensor_model_parallel_size=1), example_inputs=one)
+    for rows in (1, 3):
+        call = {"input_ids": ids.expand(rows, -1), "labels": ids.expand(rows, -1)}
+        wanted = net(**call)
+        got = model(**call)
+        torch.testing.assert_close((got.loss, got.logits), (wanted.loss, wanted.logits))
+    assert len(traces) == 1 and model.megafx.captures == 1
+
+
+@pytest.mark.parametrize("rows", [(3, 1), (1, 3)])
+def test_a_copy_that_one_row_does_not_need_is_written(rows: tuple[int, int]) -> None:
+    """Of one row the turned tensor is contiguous, and a write into it is one into the operand."""
+
+    def head(h: torch.Tensor) -> torch.Tensor:
+        turned = h.transpose(0, 1).contiguous()
+        turned.mul_(2)
+        return h + turned.transpose(0, 1)
+
+    net = Model(head)
+    model = megafx.parallelize(copy.deepcopy(net), megafx.Config(tensor_model_parallel_size=1))
+    for count in rows:
+        x = torch.randn(count, 5, 4)
+        torch.testing.assert_close(model(x), net(x))
+
+
+def test_copies_of_memory_ask_for_no_trace(traces: list[Any]) -> None:
+    for name, count in (("contiguous", 1), ("asked", 2)):
+        traces.clear()
+        capture_call(Model(SAME[name]), (torch.randn(1, 5, 4),))
+        assert len(traces) == count
 
 
 def test_the_first_call_decides_for_its_size_alone() -> None:
