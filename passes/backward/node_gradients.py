@@ -222,8 +222,8 @@ class NodeGradients:
             seeds.append(self._leaf(stand_ins[-1], gradient.like))
         self._fresh()
         results = _results(kind)
-        outputs = [results[i].like for i, _ in come] + [kind.given[i].tensor for i, _ in before]
-        inputs = [kind.given[i].tensor for i in wanted]
+        outputs = [results[i].like for i, _ in come] + [self.tensor(kind.given[i]) for i, _ in before]
+        inputs = [self.tensor(kind.given[i]) for i in wanted]
         found = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, retain_graph=True)
         own = dict(zip([*kind.nodes, *stand_ins], on, strict=True))
         fresh = self._fresh()
@@ -285,8 +285,10 @@ class NodeGradients:
     def _found(self, x: Tensor) -> Value:
         """A tensor that the trace has made."""
         slot = get_proxy_slot(x, self.tracer, None)
-        if slot is None or slot.constant is not None:
-            return Value(slot and slot.proxy.node, x, object(), x.requires_grad, x)
+        if slot is None:
+            return Value(None, x, object(), x.requires_grad, x)
+        if slot.constant is not None:
+            return Value(slot.proxy.node, x, object(), x.requires_grad, x)
         return Value(slot.proxy.node, x, _form(x), x.requires_grad, x if x.is_leaf else None)
 
     def tensor(self, value: Any) -> Any:
