@@ -1,14 +1,17 @@
-"""Which names a function's code loads and stores, by its instructions."""
+"""Which names a function's code loads and stores, by its instructions; what attributes are; whose code a file holds."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from megafx.ir.source_lines import is_user_file
 
 _LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
 _STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
@@ -61,3 +64,28 @@ def names_of(module: nn.Module) -> set[str]:
         found.update(getattr(getattr(function, "__code__", None), "co_names", ()))
         function = getattr(function, "__wrapped__", None)
     return found
+
+
+def computes(cls: type, name: str) -> type | None:
+    """The class that an attribute comes from which is a method, property or the like."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            is_slot = isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
+            return base if hasattr(type(found), "__get__") and not is_slot else None
+    return None
+
+
+def from_getattr(cls: type, name: str) -> bool:
+    return not any(name in vars(base) for base in cls.__mro__)
+
+
+def is_looked_at(file: str) -> bool:
+    """Whether code in a file may name state of the user (or of a model library)."""
+    return (is_user_file(file) and not file.startswith((_STDLIB, "<"))) or (
+        "site-packages" in file and is_user_file(file)
+    )
+
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+OF_ENVIRON = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)

@@ -91,13 +91,29 @@ NESTING = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]
 
 
 def is_other_form(x: Any) -> bool:
-    """True of a nested or sparse tensor."""
-    return type(x) is NestedTensor or (type(x) is torch.Tensor and (x.layout is not torch.strided or x.is_nested))
+    """True of what `refuse_forms` refuses."""
+    if type(x) is torch.Tensor:
+        return x.layout is not torch.strided or x.is_nested
+    return type(x) is not nn.Parameter and (type(x) is NestedTensor or is_of_the_users_class(x))
+
+
+def is_of_the_users_class(x: Any) -> bool:
+    """True of a tensor whose class has a `__torch_function__` of the user's."""
+    function = getattr(type(x), "__torch_function__", None)
+    module = str(getattr(getattr(function, "__func__", function), "__module__", "torch")).partition(".")[0]
+    return isinstance(x, torch.Tensor) and module not in ("torch", "megafx")
 
 
 def refuse_forms(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise for tensors among the arguments of a call that are no strided ones. named: (name, argument)."""
+    """Raise for tensors among the arguments of a call that are no strided ones, or whose class defines what functions of torch
+    do. named: (name, argument)."""
     for name, x in named:
+        if is_of_the_users_class(x):
+            raise CaptureError(
+                f"argument {name} is a {type(x).__qualname__}, whose __torch_function__ a graph does not call",
+                fix=f"give the model {name}.as_subclass(torch.Tensor), and make its result one of the class again: "
+                f"y.as_subclass({type(x).__qualname__})",
+            )
         if not is_other_form(x):
             continue
         if x.is_nested:

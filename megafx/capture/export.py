@@ -214,8 +214,10 @@ def _result_types(program: Program) -> list[Any]:
 
 def _numbers_read(program: Program) -> int:
     """How many values of tensors become Python numbers."""
-    targets = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-    return sum(len(program.graph.find_nodes(op="call_function", target=target)) for target in targets)
+    return sum(len(program.graph.find_nodes(op="call_function", target=target)) for target in _ITEMS)
+
+
+_ITEMS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
 @dataclass
@@ -239,6 +241,7 @@ class _Capture:
     earlier: dict[Hashable, Traced] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
+    baked: list[str] = field(default_factory=list)  # notes of numbers that are
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
     trace: Trace = field(init=False)
     in_spec: pytree.TreeSpec = field(init=False)
@@ -262,7 +265,7 @@ class _Capture:
         self.trace.reads.forget()
         model = self.root.model
         program.table = functools.cache(lambda name: read_table(model.get_buffer(name)))
-        for message in dict.fromkeys(self.notes):
+        for message in dict.fromkeys([*self.notes, *self.baked]):
             program.note("capture", message)
         inside = f"{self.part}." if self.part else ""
         for (topic, fqn), text in self.eager_notes.items():
@@ -276,9 +279,29 @@ class _Capture:
         """An export in which hooks that store what forward reads are traced, and in which tensors that it writes are inputs."""
         while True:
             try:
-                return self._export()
+                found = self._export()
+                if not self._reads_counted(found[0]):
+                    return found
+                reason = "code needs it as a number"
             except TraceAgain:
                 self.notes.clear()
+                continue
+            except CaptureError as error:
+                if self.followed.decides or not (self.trace.numbers.inputs or self.followed.counters):
+                    raise
+                reason = error.found
+            self.followed.decides, self.followed.computed = True, []
+            self.notes.clear()
+            counted = (x.name.partition(" #")[0] for x in self.trace.numbers.inputs)
+            names = ", ".join(dict.fromkeys(map(repr, counted))) or ", ".join(map(repr, self.followed.counters))
+            self.baked += [f"{names}: baked into the graph, captured anew for each value ({reason})"]
+
+    def _reads_counted(self, exported: ExportedProgram) -> bool:
+        """Whether code reads a number out of a tensor that represents one which forward counts."""
+        users = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        counted = {*users[len(users) - len(self.followed.computed) :]}
+        nodes = (n for target in _ITEMS for n in exported.graph.find_nodes(op="call_function", target=target))
+        return any(n.args[0].name in counted for n in nodes)
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """An export that serves the call at hand: as the one before of the same kind of call went, or the first that works."""

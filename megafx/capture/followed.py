@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from megafx.capture.hooks import storing
-from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers
+from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers, made_of_counted, scaled
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.memos import Memos
 from megafx.capture.reads import Reads
@@ -54,7 +54,7 @@ class Followed:
     reads them; read_first: after it has. objects: that forward puts at places, in the trace that first showed it.
     parameters: places outside of modules' own tables that hold a parameter of the model (or that it has replaced), with its
     FQN: the graph reads that one. layer_by_layer: no call of a layer is a copy of another's (like_layers.py). remembered: calls
-    of functions with functools.lru_cache.
+    of functions with functools.lru_cache. decides: code needs the numbers that forward counts as numbers.
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -68,6 +68,7 @@ class Followed:
     read_first: set[str] = field(default_factory=set)
     parameters: dict[str, tuple[Place, str]] = field(default_factory=dict)
     layer_by_layer: bool = False
+    decides: bool = False
     remembered: dict[str, Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,6 +168,10 @@ class _OutsideWrites(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], _as_numbers(args[1], args[0].shape, name == "__setitem__"), *args[2:])
+        if kwargs and len(args) > 1:
+            args, kwargs = scaled(name, args, kwargs)
+        if (made := made_of_counted(name, args, kwargs or {})) is not None:
+            return made
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
         statistics = _running_statistics(*args, **(kwargs or {})) if name == "batch_norm" else []
         for x in statistics or [target]:
@@ -252,9 +257,10 @@ class Trace:
     def __init__(self, model: nn.Module, followed: Followed, eager: Sequence[str], note: Callable[[str], None]) -> None:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
-        self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers()
+        self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers(decides=followed.decides)
         self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self._taken, self.writes.compare
         self.memos = self.reads.memos = Memos(self.reads, followed.remembered, self._begin, note)
+        self.reads.left = self._left
         self.own = {id(p): fqn for fqn, p in model.named_parameters(remove_duplicate=False)}
         self.learned = False
         self.tensors: dict[str, list[Tensor]] = {}
@@ -315,6 +321,12 @@ class Trace:
         for module in self.reads.model.modules():
             for name in vars(module):
                 yield Place(vars(module), name, name)
+
+    def _left(self) -> dict[str, Any]:
+        """What forward has written so far, by name, with what tells two writes apart."""
+        buffers = {name: (id(x), x._version) for name, x in self.reads.model.named_buffers()}
+        lists = {name: list.__len__(x) for name, p in self.followed.growing.items() if isinstance(x := p.get(), list)}
+        return {**buffers, **lists, **{name: None for _, name in self.reads.written}}
 
     def _begin(self) -> None:
         raise TraceAgain

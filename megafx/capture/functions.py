@@ -53,9 +53,14 @@ class _Applied(nn.Module):
 
 
 class Regions:
-    """Numbers the calls of checkpoint in a trace, and marks what is traced inside. Calls inside of others are part of them."""
+    """Numbers the calls of checkpoint in a trace, and marks what is traced inside. Calls inside of others are part of them.
 
-    def __init__(self) -> None:
+    note(text) tells the user of what forward writes inside. left(): what it has written so far, by name, with what tells two
+    writes apart.
+    """
+
+    def __init__(self, note: Callable[[str], None], left: Callable[[], dict[str, Any]]) -> None:
+        self.note, self.left = note, left
         self.count, self.inside = 0, False
 
     @contextlib.contextmanager
@@ -64,11 +69,19 @@ class Regions:
             yield
             return
         self.count, self.inside = self.count + 1, True
+        before = self.left()
         try:
             with traceback.preserve_node_meta(), _annotated({_REGION: self.count}):
                 yield
         finally:
             self.inside = False
+        new = [name for name, state in self.left().items() if name not in before or before[name] != state]
+        if new and torch.is_grad_enabled():
+            shown = ", ".join(map(repr, new[:3])) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+            self.note(
+                f"forward writes {shown} in a region of torch.utils.checkpoint: once in each call; in eager mode the region "
+                "runs again in backward, and writes again"
+            )
 
 
 @contextlib.contextmanager

@@ -41,12 +41,15 @@ class HostNumbers:
     given: list[Tensor] = field(default_factory=list)
     decisions: list[tuple[Compute, Any]] = field(default_factory=list)
     inputs: list[Computed] = field(default_factory=list)
+    decides: bool = False  # a graph holds for the numbers of one call: code needs them as numbers
 
     def of(self, place: Place, value: Any) -> HostNumber:
         return HostNumber(value, place.get, self, place.name)
 
     def as_tensor(self, number: HostNumber) -> Any:
         """The tensor that enters the graph for a number; in the first trace the number itself."""
+        if self.decides:
+            return number.decided()
         index = len(self.inputs)
         self.inputs.append(Computed(f"{number.name} #{index}", number.compute))
         return self.given[index] if index < len(self.given) else number.value
@@ -93,6 +96,52 @@ class HostNumber:
 
         args, kwargs = torch.utils._pytree.tree_map(tensor, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
+
+
+# Operand that a factor scales which torch takes as a number alone, by the name of the function.
+_SCALED = {
+    **{name: {"alpha": 1} for name in ("add", "add_", "sub", "sub_", "subtract", "subtract_")},
+    **{name: {"value": 1} for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},
+    **{name: {"beta": 0, "alpha": 1} for name in ("addmm", "addmv", "addr", "baddbmm", "addbmm")},
+}
+
+
+def scaled(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function of torch, whose factors that forward counts, or that are tensors, scale an operand."""
+    found, options = [*args], dict(options)
+    for option, at in _SCALED.get(name, {}).items():
+        factor = options.get(option)
+        if isinstance(factor, (HostNumber, Tensor)) and at < len(found):
+            found[at] = found[at] * (factor.owner.as_tensor(factor) if isinstance(factor, HostNumber) else factor)
+            del options[option]
+    return tuple(found), options
+
+
+def made_of_counted(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """What torch.tensor, or torch.full and its like, makes of a number that forward counts; None where there is none."""
+    at = {"tensor": 0, "as_tensor": 0, "full": 1, "new_full": 2, "full_like": 1}.get(name)
+    number = None if at is None or len(args) <= at else args[at]
+    if at == 0 and isinstance(number, (list, tuple)) and any(isinstance(x, HostNumber) for x in number):
+        parts = [x.owner.as_tensor(x) if isinstance(x, HostNumber) else x for x in number]
+        if not any(isinstance(x, Tensor) for x in parts):
+            return torch.tensor(parts, **options)
+        whole = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in parts])
+        integers = all(isinstance(getattr(x, "value", x), int) for x in number)
+        return whole.to(**{"dtype": torch.int64 if integers else torch.get_default_dtype()} | options)
+    if not isinstance(number, HostNumber) or number.owner.decides:
+        return None
+    options = dict(options)
+    like = args[0] if name in ("new_full", "full_like") else None
+    if options.get("dtype") is None:
+        plain = {bool: torch.bool, int: torch.int64}.get(type(number.value), torch.get_default_dtype())
+        options["dtype"] = plain if like is None else like.dtype
+    value = number.owner.as_tensor(number)
+    sizes = {"full": args[0], "new_full": args[1] if at == 2 else (), "full_like": getattr(like, "shape", ())}.get(
+        name, ()
+    )
+    empty = torch.empty(sizes, **options) if like is None else torch.empty_like(like, **options).new_empty(sizes)
+    with torch.no_grad():
+        return empty.fill_(value)
 
 
 def of_counted(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber:

@@ -151,8 +151,8 @@ def replacements(
     table += [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
-    regions = Regions()
     reads = reads or Reads(model)
+    regions = Regions(note, reads.left)
     applied = Applied(note, regions, reads.look_through_class)
     table += [Replacement(APPLY_OF, "apply", lambda old: classmethod(applied.apply), why)]
     table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]

@@ -13,12 +13,11 @@ from __future__ import annotations
 import builtins
 import contextlib
 import itertools
-import os
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafx.capture.code_names import chains, codes, names_of
+from megafx.capture.code_names import OF_ENVIRON, chains, codes, computes, from_getattr, is_looked_at, names_of
 from megafx.capture.memos import MEMO, Memos, memo_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
@@ -57,7 +56,7 @@ from megafx.ir.python_state import (
     snapshot,
     states_differ,
 )
-from megafx.ir.source_lines import is_user_file, line_of
+from megafx.ir.source_lines import line_of
 from megafx.ops.eager_call import in_eager_code
 
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
@@ -106,6 +105,7 @@ class Reads:
         self.taken: Callable[[Place], None] = lambda place: None
         self.assigned: Callable[[Place], None] = lambda place: None
         self.classes: dict[type, OwnAttributes] = {}
+        self.left: Callable[[], dict[str, Any]] = dict  # what forward has written so far (followed.py)
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.warned: list[Warned] = []
         self.unhooked: Collection[nn.Module] = ()  # modules whose own hooks the caller runs
@@ -248,14 +248,14 @@ class Reads:
                 if table in attributes:
                     self.places[id(attributes[table]), name] = Place(attributes[table], name, where)
             place = Place(attributes, name, where, line or line_of(sys._getframe(2)))
-        elif (cls := _computes(type(owner), name)) is not None:
+        elif (cls := computes(type(owner), name)) is not None:
             # a method or property: it reads by itself; somebody may replace it, in the class or for this object
             if cls.__module__.partition(".")[0] not in LIBRARIES:
                 self.places.setdefault((id(cls), name), Place(cls, name, f"{cls.__name__}.{name}"))
             elif name != "forward":
                 return
             place = Place(attributes, name, where)
-        elif _from_getattr(type(owner), name):
+        elif from_getattr(type(owner), name):
             if isinstance(owner, nn.Module) or not isinstance(value, PLAIN):
                 return
             place = Place(owner, name, where, line or line_of(sys._getframe(2)))
@@ -381,7 +381,7 @@ class Reads:
 
         def read(environ: Any, name: str) -> str:
             frame: types.FrameType | None = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            while frame is not None and frame.f_code.co_filename in _OF_ENVIRON:
+            while frame is not None and frame.f_code.co_filename in OF_ENVIRON:
                 frame = frame.f_back
             if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
                 place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
@@ -669,31 +669,6 @@ def _attributes(owner: Any) -> Any:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
-
-
-def _computes(cls: type, name: str) -> type | None:
-    """The class that an attribute comes from which is a method, property or the like."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            found = vars(base)[name]
-            is_slot = isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
-            return base if hasattr(type(found), "__get__") and not is_slot else None
-    return None
-
-
-def _from_getattr(cls: type, name: str) -> bool:
-    return not any(name in vars(base) for base in cls.__mro__)
-
-
-def is_looked_at(file: str) -> bool:
-    """Whether code in a file may name state of the user (or of a model library)."""
-    return (is_user_file(file) and not file.startswith((_STDLIB, "<"))) or (
-        "site-packages" in file and is_user_file(file)
-    )
-
-
-_STDLIB = os.path.dirname(os.__file__) + os.sep
-_OF_ENVIRON = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
 
 
 _BY_NAME = frozenset(["getattr", "hasattr"])

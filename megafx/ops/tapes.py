@@ -168,7 +168,8 @@ def record(
         raise UsageError(
             "a module that is left eager writes into one of its inputs",
             module=fqn,
-            fix="let it write into a copy (`x = x.clone()`)",
+            fix="let it write into a copy (`x = x.clone()`); if it fills its parameters by the first batch, call the model "
+            "once on a batch before megafx.parallelize",
         )
     results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     if not differentiated:

@@ -252,7 +252,16 @@ def autocast_state() -> Hashable:
 
 def default_device() -> torch.device | None:
     """Where the caller's tensors are made, if that was set (`torch.set_default_device`, `with torch.device(...)`)."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if type(mode).__module__.partition(".")[0] not in ("torch", "megafx"):
+            raise UsageError(
+                f"a call within a TorchFunctionMode ({type(mode).__qualname__}): a graph calls no functions of torch that it "
+                "could see or replace",
+                fix="leave the mode for the call; a TorchDispatchMode sees the ops of graphs, and forward hooks see values",
+            )
+    return torch.get_default_device()
 
 
 def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[Any, ...]]:

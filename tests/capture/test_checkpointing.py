@@ -121,6 +121,39 @@ class OwnCheckpoint(torch.autograd.Function):
         return None, x.grad
 
 
+class Counts(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant, self.calls, self.norms = nn.Linear(6, 6), reentrant, 0, []
+        self.norm = nn.BatchNorm1d(6)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.norms.append(x.detach().norm())
+        return self.norm(self.linear(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_region_writes_is_noted(reentrant: bool) -> None:
+    """Once in a call; eager mode writes again in backward (docs/compatibility.md)."""
+    made, x = Counts(reentrant), torch.randn(4, 6, requires_grad=True)
+    eager = copy.deepcopy(made)
+    model = megafx.parallelize(made)
+    for each in (eager, model):
+        each(x).sum().backward()
+    assert (eager.calls, len(eager.norms), int(eager.norm.num_batches_tracked)) == (2, 2, 2)
+    assert (model.calls, len(model.norms), int(model.norm.num_batches_tracked)) == (1, 1, 1)
+    (note,) = (n.message for n in model.megafx.notes if "torch.utils.checkpoint" in n.message)
+    assert "'norm.running_mean'" in note and "once in each call" in note
+    with torch.no_grad():
+        model(x)
+        eager(x)
+    assert (eager.calls, model.calls) == (3, 2)
+
+
 def test_those_of_other_libraries_is_refused() -> None:
     with pytest.raises(CaptureError, match="OwnCheckpoint .* is given a function or module") as error:
         capture_call(Checkpointed(OwnCheckpoint.apply), (torch.randn(3, 5, 8),))
@@ -131,6 +164,6 @@ def test_another_thread_replaces_what_fx_is_about_to_put_on_nodes() -> None:
     """`traceback.current_meta` is one for all threads: the end of a region does not rely on what its beginning put there."""
     with preserve_node_meta(False):
         traceback.current_meta = {}  # two threads that trace may leave torch's own marks
-        with Regions().enter():
+        with Regions(lambda text: None, dict).enter():
             traceback.current_meta = {}
         assert "custom" not in traceback.current_meta

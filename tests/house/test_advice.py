@@ -26,6 +26,8 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "one torch.autograd.grad with respect to the outpu": "loop/situations/loop_hooks_on_outputs.py",
     "torch.autograd.grad with respect to the output '<": "loop/situations/loop_hooks_on_outputs.py",
     "argument <name> is a nested tensor, whose lengths": "loop/situations/loop_packing.py",
+    "argument <name> is a <__qualname__>, whose __torch": "loop/situations/loop_packing.py",
+    "a call within a TorchFunctionMode (<__qualname__>": "loop/situations/loop_transforms.py",
     "argument <name> is a sparse tensor (<layout>), wh": "loop/situations/loop_packing.py",
     "tensors are nested (torch.nested): the data of th": "loop/situations/loop_packing.py",
     "<__name__>.step() of a parameter ('<name>') that": "dist/on_ranks/call_forms.py",

@@ -306,3 +306,54 @@ def a_text_of_a_number_is_refused(loop: Loop) -> None:
             model(x, y)
         except Exception as error:
             loop.see(refused="becomes a text" in str(error), line="loop_numbers.py" in str(error))
+
+
+# -- numbers that forward counts, as arguments of functions of torch
+
+ANNEALED = "https://discuss.pytorch.org/t/annealing-a-parameter-of-the-model-during-training/91416"
+
+
+class Annealed(nn.Module):
+    """A number that each call of forward counts up, where torch takes numbers alone, and where it takes tensors too."""
+
+    def __init__(self, use: Callable[[Tensor, Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.use, self.calls = nn.Linear(7, 5), use, 0
+        self.register_buffer("mean", torch.linspace(-1, 1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.use(self.linear(x), self.calls, self.mean)
+
+
+def _trains(loop: Loop, use: Callable[[Tensor, Any, Tensor], Tensor]) -> Any:
+    model = loop.model(Annealed(use))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 7)).square().mean()
+        loss.backward()
+        optimizer.step()
+        loop.see(loss=loss)
+    loop.see_state(model)
+    return model
+
+
+@situation(ANNEALED)
+def factors_that_forward_counts(loop: Loop) -> None:
+    """One graph for all values."""
+
+    def use(y: Tensor, n: Any, mean: Tensor) -> Tensor:
+        decay = min(0.9, (1 + n) / (10 + n))
+        mean.mul_(decay).add_(y.detach().mean(0), alpha=1 - decay).addcmul_(mean, mean, value=0.1 / n)
+        y = torch.baddbmm(y[None], y[None], torch.eye(5)[None], beta=1 / n, alpha=n)[0] - torch.sub(mean, mean, alpha=n)
+        return y * torch.tensor(1 / n) + torch.full((5,), 1 / n) * torch.tensor([1.0, n, 1 / n, 2.0, n])
+
+    model = _trains(loop, use)
+    assert loop.eager or model.megafx.captures <= 2
+
+
+@situation(ANNEALED, slow=(2,))
+def numbers_that_forward_counts_and_torch_wants_as_numbers(loop: Loop) -> None:
+    _trains(loop, lambda y, n, mean: F.dropout(F.leaky_relu(y, 1 / n), 0.0 * n) + F.huber_loss(y, y * 0, delta=1 / n))
+    _trains(loop, lambda y, n, mean: F.cross_entropy(y, torch.arange(4) % 5, label_smoothing=0.1 / n) + F.elu(y, 1 / n))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,4 +145,27 @@ def sparse_matrices(loop: Loop) -> None:
     y = model(mix if loop.eager else mix.to_dense(), x)
     y.square().mean().backward()
     loop.see(y=y)
+    loop.see_gradients(model)
+
+
+class Logged(torch.Tensor):
+    """Notes what functions of torch are called with it."""
+
+    calls: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@situation("https://docs.pytorch.org/docs/stable/notes/extending.html")
+def tensors_of_a_class_with_functions_of_its_own(loop: Loop) -> None:
+    model, x = loop.model(Tokens()), torch.randn(4, 12)
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"argument x is a Logged.*\n  fix: .*x.as_subclass\(torch.Tensor\)"):
+            model(x.as_subclass(Logged))
+    y = model(x.as_subclass(Logged) if loop.eager else x.as_subclass(torch.Tensor)).as_subclass(Logged)
+    y.as_subclass(torch.Tensor).square().mean().backward()
+    loop.see(y=y.as_subclass(torch.Tensor))
     loop.see_gradients(model)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from loop import Loop, situation
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafx.errors import UsageError
 
 
 class Plain(nn.Module):
@@ -103,4 +108,42 @@ def distributions_check_their_arguments(loop: Loop) -> None:
     out = model(torch.randn(3, 8))
     out.sum().backward()
     loop.see(out=out)
+    loop.see_gradients(model)
+
+
+class Seen(TorchFunctionMode):
+    """Notes what functions of torch are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Ops(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@situation("https://docs.pytorch.org/docs/stable/notes/extending.html")
+def modes_around_a_call(loop: Loop) -> None:
+    """One that sees functions is refused; the advice is followed."""
+    model, x = loop.model(Plain()), torch.randn(3, 8)
+    with Seen():
+        if loop.eager:
+            first = model(x)
+        else:
+            with pytest.raises(
+                UsageError, match=r"a call within a TorchFunctionMode \(Seen\)[\s\S]*a TorchDispatchMode sees"
+            ):
+                model(x)
+    if not loop.eager:
+        first = model(x)
+    with Ops():
+        second = model(x)
+        second.square().mean().backward()
+    loop.see(first=first, second=second)
     loop.see_gradients(model)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
+import pytest
 import torch
 import transformers
 from loop import Loop, situation
 from torch import Tensor, nn
+
+from megafx.errors import UsageError
 
 BY_DATA = "https://github.com/pytorch/pytorch/issues/93579"  # export refuses control flow that depends on data
 
@@ -105,4 +109,39 @@ def positions_beyond_the_longest_sequence_so_far(loop: Loop) -> None:
         y = model(torch.randint(1, 20, (2, length)), use_cache=False).logits
         y.square().mean().backward()
         loop.see(y=y)
+    loop.see_gradients(model)
+
+
+class ActNorm(nn.Module):
+    """Takes its first scale and shift from the first batch (Glow)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.ones(10))
+        self.register_buffer("ready", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ready.item() == 0:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 1e-6))
+                self.ready.fill_(1)
+        return self.scale * (x + self.shift)
+
+
+@situation("https://github.com/openai/glow")
+def parameters_are_filled_by_the_first_batch(loop: Loop) -> None:
+    """Refused after `parallelize`; the advice, a call before it, is followed."""
+    made, batch = nn.Sequential(nn.Linear(7, 10), ActNorm(), nn.Linear(10, 5)), torch.randn(6, 7)
+    if not loop.eager:
+        with pytest.raises(
+            UsageError, match=r"writes into one of its inputs[\s\S]*once on a batch before megafx.parallelize"
+        ):
+            loop.model(copy.deepcopy(made))(batch)
+    made(batch)
+    model = loop.model(made)
+    for _ in range(2):
+        loss = model(torch.randn(4, 7)).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
     loop.see_gradients(model)
