@@ -30,6 +30,7 @@ from megafx.checkpoint.state import (
     set_generators,
     state_misfits,
     tensor_names,
+    zeros_of,
 )
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optimizers, tensors_there
@@ -136,7 +137,7 @@ class Load:
         if self.content is not None:
             tensors |= self._extra_targets(self.content.objects["extra"])
             for name in tensor_names(self.content.objects["rng"]):
-                tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
+                tensors[name] = zeros_of(self.shapes[name])
         return tensors, {there: on_host(stored.tensor) for there, stored in self._stored()}
 
     def _take(
@@ -170,14 +171,8 @@ class Load:
         like: State = {}
         for name, thing in self.extra.items():
             encode(thing.state_dict() if isinstance(thing, Stateful) else thing, f"extra.{name}", like)
-        made = {}
-        for name in tensor_names(data):
-            (shape, dtype), known = self.shapes[name], like.get(name)
-            if isinstance(known, DTensor) and tuple(known.shape) == shape:
-                made[name] = torch.zeros_like(known.detach(), dtype=dtype)
-            else:
-                made[name] = torch.zeros(shape, dtype=dtype)
-        return made
+        like = {name: x for name, x in like.items() if isinstance(x, DTensor)}
+        return {name: zeros_of(self.shapes[name], like.get(name)) for name in tensor_names(data)}
 
 
 def _restore(thing: Any, state: Any) -> None:

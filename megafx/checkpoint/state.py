@@ -218,17 +218,20 @@ def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> lis
 def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> State:
     """Memory for the tensors of one saved optimizer: name -> tensor, sharded like the parameter if it has its shape.
     shapes: name in the checkpoint -> (shape, dtype)."""
-    made: State = {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in tensor_names(data["groups"])}
+    made: State = {name: zeros_of(shapes[name]) for name in tensor_names(data["groups"])}
     parameters = dict(model.named_parameters())
     for fqn, kept in data["state"].items():
-        like = parameters[fqn].detach()
-        for name in tensor_names(kept):
-            shape, dtype = shapes[name]
-            if shape == tuple(like.shape) and len(shape):
-                made[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-            else:
-                made[name] = torch.zeros(shape, dtype=dtype)
+        like = parameters[fqn] if parameters[fqn].ndim else None  # else the count of steps would go to its device
+        made |= {name: zeros_of(shapes[name], like) for name in tensor_names(kept)}
     return made
+
+
+def zeros_of(saved: tuple[tuple[int, ...], torch.dtype], like: torch.Tensor | None = None) -> torch.Tensor:
+    """Memory for a saved tensor (shape, dtype), on the device and in the shards of `like` if that has the same shape."""
+    shape, dtype = saved
+    if like is None or tuple(like.shape) != shape:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.zeros_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def finish_optimizer(

@@ -429,10 +429,6 @@ class RuleReport:
     def ok(self) -> bool:
         return not self.of("wrong") and not self.of("missing")
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """(op, verdict, row, detail) of everything found, for tables."""
-        return [(f.op, f.verdict, f.row, f.detail) for f in self.findings]
-
     def __str__(self) -> str:
         shown = [str(f) for v in ("wrong", "missing", "policy", "unchecked") for f in self.of(v)]
         ops = len({f.op for f in self.findings if f.verdict != "unchecked"})

@@ -30,7 +30,7 @@ import megafx.ops.gather_region
 import megafx.ops.owners  # noqa: F401  registers the ops
 from megafx.analysis.communication import is_region_gather
 from megafx.errors import PlacementError, SourceLine
-from megafx.ir.program import PLACEMENT, VAL, Input, Output, Program, fqn_of, source_of
+from megafx.ir.program import PLACEMENT, VAL, Batch, Input, Output, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
 from megafx.ops.axes import AxisContext, Mesh, on_mesh
 from megafx.placements.data_axis import COPY_AXIS, EXPERT_AXIS, EXPERT_COPY_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
@@ -488,11 +488,7 @@ def logical_of(
             for at in range(0, len(made), t):
                 _check_same(made[at : at + t], f"the gradient of '{name}'", "of all tensor-parallel ranks")
             made = made[::t]
-        if made[0] is not None and batch.reduced:
-            _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
-        elif made[0] is not None:
-            made = [torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)]
-        found.gradients[name] = made[0]
+        found.gradients[name] = _of_copies(made, name, batch, data)
     if batch.whole and not batch.summed:  # the average is to be compared with the sum
         found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
     return found
@@ -519,13 +515,18 @@ def _of_the_batch(
         elif batch.whole:
             _check_same(parts, f"output '{output.name}'", "whole")
     for name in found.gradients:
-        made: list[Any] = [one.gradients[name] for one in each]
-        if made[0] is not None and batch.reduced:
-            _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
-        elif made[0] is not None:
-            made = [torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)]
-        found.gradients[name] = made[0]
+        found.gradients[name] = _of_copies([one.gradients[name] for one in each], name, batch, data)
     return found
+
+
+def _of_copies(made: Values, name: str, batch: Batch, data: DataAxis) -> Tensor | None:
+    """The gradient of a parameter, of those that each data-parallel copy has made: all the same once they are reduced."""
+    if made[0] is None:
+        return None
+    if not batch.reduced:
+        return torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)
+    _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
+    return made[0]  # type: ignore[no-any-return]
 
 
 def _of_the_sequence(

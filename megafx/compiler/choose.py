@@ -14,6 +14,7 @@ from megafx.errors import PlanError
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.timeline import LEAST_GAIN
+from megafx.units import bytes_text
 
 
 class Trial(NamedTuple):
@@ -49,9 +50,8 @@ def fitting(program: Program, planner: Planner, passes: Sequence[Pass], runner: 
         peaks.append(Compiled(made, own).memory().peak)
         if peaks[-1] <= room:
             return Compiled(made, own, runner)
-    least = min(peaks) / 2**30
     raise PlanError(
-        f"the model does not fit: {room / 2**30:.1f} GiB are to be had, and the least that a step takes is {least:.1f} GiB",
+        f"the model does not fit into {bytes_text(room)}: the least that a step takes is {bytes_text(min(peaks))}",
         fix="more tensor-parallel ranks, sequence_parallel=True, data_parallel='fsdp', or a smaller batch",
     )
 

@@ -12,10 +12,9 @@ drawing from torch's generators; this rank's slices of each final tensor are cop
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from megafx.errors import MegafxError, UsageError
 from megafx.progress import stage
 from megafx.weights.constructor_log import Log, Ref, Storage, draw_in_order, execute, record, replay, schedule, view
 from megafx.weights.index_random import IndexRandom
+from megafx.weights.names import own_config
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
 aten = torch.ops.aten
@@ -170,7 +170,5 @@ def _hugging_face_factory(model: nn.Module) -> Factory:
     if not (hasattr(kind, "from_pretrained") and hasattr(model, "config")):
         found = f"how a {kind.__name__} is built is not known"
         raise UsageError(found, fix="pass a factory: megafx.initialize(model, lambda: Net(config))")
-    config = copy.deepcopy(cast(Any, model).config)
-    if getattr(config, "distributed_config", None) is not None:
-        config.distributed_config = None  # set by `parallelize`, to tell Trainer of the ranks
+    config = own_config(model)
     return lambda: kind(config)

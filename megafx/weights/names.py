@@ -114,6 +114,14 @@ def _patterns(model: Any, attribute: str) -> list[str]:
     return sorted(getattr(model, attribute, None) or ())
 
 
+def own_config(model: Any) -> Any:
+    """A copy of a Hugging Face model's config, without what `parallelize` set in it to tell Trainer of the ranks."""
+    config = copy.deepcopy(model.config)
+    if getattr(config, "distributed_config", None) is not None:
+        config.distributed_config = None
+    return config
+
+
 @dataclass
 class Saving:
     """Tensors of the model that are converted and written together. entries: (name in the file, dtype, shape)."""

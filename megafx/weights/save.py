@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from megafx.progress import stage
 from megafx.units import bytes_of
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import INDEX, SINGLE, flush_folder
-from megafx.weights.names import Saving, find_savings
+from megafx.weights.names import Saving, find_savings, own_config
 from megafx.weights.state import Stored, stored_tensors
 
 Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor there
@@ -227,11 +226,9 @@ def save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """config.json and generation_config.json of a Hugging Face model; dtype: of its weights."""
     if not (hasattr(model, "config") and hasattr(model.config, "save_pretrained")):
         return
-    config = copy.deepcopy(model.config)
+    config = own_config(model)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
-    if getattr(config, "distributed_config", None) is not None:
-        config.distributed_config = None  # set by `parallelize`, to tell Trainer of the ranks
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)

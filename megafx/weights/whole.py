@@ -55,14 +55,9 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
     runtime = found[0] if found else None
     sharded = {id(p): (name, p) for name, p in model.named_parameters() if isinstance(p, TPTensor)}
     if not sharded:
-        before, running = _tree(model), None if runtime is None else runtime.capturing
-        try:
-            if runtime is not None:
-                runtime.capturing = True
+        before = _tree(model)
+        with _eager(runtime):
             yield model
-        finally:
-            if runtime is not None:
-                runtime.capturing = running
         if runtime is not None and _tree(model) != before:
             _release(model, runtime, [])
         return
@@ -73,12 +68,8 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
     before = _tree(model)
     for each in swapped:
         each.swap()
-    running = None if runtime is None else runtime.capturing
-    restored = False
     try:
-        if runtime is not None:
-            runtime.capturing = True
-        with agreement.raising_together(group):
+        with _eager(runtime), agreement.raising_together(group):
             yield model
         changed = _tree(model) != before or any(s.parameter.shape != s.shape for s in swapped)
         tensors = [(s.name, s.parameter.detach()) for s in swapped if not changed]
@@ -93,25 +84,33 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
                 fix="run the same code on every rank, outside of `if rank == 0:`, from the same seed; or send rank 0's values "
                 "to the others inside: torch.distributed.broadcast(parameter.data, 0)",
             )
-        if changed:
-            restored = True
-            _release(model, runtime, swapped)
-            return
-        for each in swapped:
+        for each in swapped if not changed else ():
             whole = each.parameter.detach()
             kept = each.parameter.grad, each.parameter.requires_grad
             each.swap()
             _take(each, whole, *kept, gradients)
-        restored = True
-    finally:
-        if runtime is not None:
-            runtime.capturing = running
-        if not restored:
-            for each in swapped:
-                if isinstance(each.parameter, WholeParameter):
-                    each.swap()
-    if runtime is not None:
+    except BaseException:
+        for each in swapped:
+            if isinstance(each.parameter, WholeParameter):
+                each.swap()
+        raise
+    if changed:
+        _release(model, runtime, swapped)
+    elif runtime is not None:
         runtime.parameters_changed()
+
+
+@contextlib.contextmanager
+def _eager(runtime: Any) -> Iterator[None]:
+    """The model is its eager self within."""
+    if runtime is None:
+        yield
+        return
+    before, runtime.capturing = runtime.capturing, True
+    try:
+        yield
+    finally:
+        runtime.capturing = before
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Planted faults must be found.
 import pytest
 import torch
 
-from megafx.checks.rules import POLICIES, check_rules
+from megafx.checks.rules import POLICIES, Finding, check_rules
 from megafx.ir.facts import declared
 from megafx.passes.localize import rewrites
 from megafx.rules.aten import RULES
@@ -129,7 +129,7 @@ def test_the_report_is_readable():
         "missing   aten.rms_norm.default                            R P -> P\n"
         "4 rows of 1 ops are right, 0 wrong, 1 missing"
     )
-    assert report.rows()[0] == ("aten.rms_norm.default", "ok", "I I -> I", "")
+    assert report.findings[0] == Finding("aten.rms_norm.default", "ok", "I I -> I", "")
 
 
 def test_users_ops_can_be_checked():

@@ -91,7 +91,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     ],
     "the machine, files or packages of a job, which a test cannot change": [
         "FlexAttention has no backward on a CPU in torch",
-        "the model does not fit: <room> GiB are to be had",
+        "the model does not fit into <room>: the least tha",
         "<call> of a model whose weights are on several r",
         "a Hugging Face model needs transformers",
         "no layout of <gpus> GPUs can be planned (<why>)",
