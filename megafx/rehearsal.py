@@ -13,6 +13,7 @@ An order is compared for every group of the whole mesh, by the classes of its ra
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from megafx.ops.axes import AxisContext, Mesh
 from megafx.passes.experts.drop_expert_values import NAME as DROPPED
 from megafx.passes.lower.bind_mesh import NAME as BOUND
 from megafx.placements.data_axis import TENSOR_AXIS
+from megafx.progress import uncollected
 from megafx.units import bytes_text, time_text
 from megafx.what_if import modelled_step
 
@@ -118,6 +120,7 @@ class Rehearsal:
         return "\n".join([*lines, *(f"not shown: {what}" for what in self.not_seen)])
 
 
+@uncollected()
 def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) -> Rehearsal:
     """Of a LOWERED program. edit(program, places) may change what the rank at these places runs: tests plant faults so.
 
@@ -227,11 +230,16 @@ def _graph_text(graph: fx.Graph) -> int:
     lines = []
     for node in graph.nodes:
         number[node] = len(number)
-        value = [(str(tuple(v.shape)), str(v.dtype)) for v in tensors_of(node)] if VAL in node.meta else ()
+        value = tuple((_sizes(v), v.dtype) for v in tensors_of(node)) if VAL in node.meta else ()
         own = {BOUND, DROPPED} & {*node.meta.get(MADE_BY, ())} or node.target in CROSS_RANK
         args = "" if own else str(fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}"))
-        lines.append((str(node.target) if node.op == "call_function" else node.op, str(value), args))
+        lines.append((str(node.target) if node.op == "call_function" else node.op, value, args))
     return hash(tuple(lines))
+
+
+def _sizes(value: torch.Tensor) -> tuple[Any, ...]:
+    """Expressions where sizes vary, which compare as fast as numbers; their text takes long."""
+    return tuple(n.node.expr if isinstance(n, torch.SymInt) else n for n in value.shape)
 
 
 def _range(numbers: Iterator[int]) -> str:
@@ -277,7 +285,12 @@ def collectives(program: Program, places: Mapping[str, AxisContext]) -> list[Col
 
 
 def _shape(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
+    return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(_text, _sizes(value)))}]"
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(size: Any) -> str:
+    return str(size)
 
 
 def _same(a: Sequence[Collective], b: Sequence[Collective], rank: int, other: int, group: str) -> None:

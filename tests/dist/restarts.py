@@ -4,7 +4,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a start finds addresses of 
 torchrun --standalone --nproc-per-node 2 --max-restarts 20 tests/dist/restarts.py FOLDER --kills 20 --when step
 torchrun --standalone --nproc-per-node 2 --max-restarts 20 tests/dist/restarts.py FOLDER --kills 20 --when save
 
-Each start but the last kills one rank, drawn with its moment: within a training step, or within a save. A start checks that
+Each start but the last kills one rank, drawn with its moment: within a training step, or within a save. With `--when outside`
+nothing is killed from here, and steps are slow enough for whoever kills an agent with its ranks. A start checks that
 the newest checkpoint is valid and not older than the last save that was reported. Rank 0 appends to FOLDER/events what happens,
 with the time; at the end it prints `losses ...` of all steps, as they were computed first, and what was seen.
 """
@@ -29,6 +30,7 @@ from torch import nn
 import megafx
 
 SEED = 7  # of the dropout masks
+OUTSIDE = 0.2  # seconds before each step
 
 
 class Net(nn.Module):
@@ -98,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=1)
-    parser.add_argument("--when", choices=("step", "save"), default="step")
+    parser.add_argument("--when", choices=("step", "save", "outside"), default="step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,6 +117,7 @@ def main() -> None:
     saved = [e["step"] for e in events(args.folder) if e["what"] == "saved"]
     assert first >= max(saved, default=0), f"step {max(saved)} was saved, step {first} is what there is"
     assert loaded is None or not loaded.skipped, loaded.skipped
+    note(args.folder, "here", rank=rank, pid=os.getpid(), agent=os.getppid())
     if rank == 0:
         note(args.folder, "started", attempt=attempt, step=first)
     else:
@@ -124,7 +127,9 @@ def main() -> None:
 
     took = {"step": 0.05, "save": 0.05}  # seconds
     for step in range(first, steps):
-        armed = attempt < args.kills and rank == victim and step == first + offset
+        armed = args.when != "outside" and attempt < args.kills and rank == victim and step == first + offset
+        if args.when == "outside":
+            time.sleep(OUTSIDE)
         begin = time.perf_counter()
         if armed and args.when == "step":
             kill_after(share * took["step"], args.folder, step)

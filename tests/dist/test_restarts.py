@@ -1,13 +1,20 @@
-"""Covers: torchrun's elastic restarts with checkpoints. dist/restarts.py is the run; its ranks are killed at random moments."""
+"""Covers: torchrun's elastic restarts with checkpoints, and several agents of which one is lost. dist/restarts.py is the run; its
+ranks, or an agent with its rank as when a host goes down, are killed at random moments."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import random
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +34,20 @@ def run(folder: Path, kills: int, when: str, timeout: float) -> tuple[list[float
     """(losses of the steps, what was seen) of a run with so many kills."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
     command = [sys.executable, *launch, str(SCRIPT), str(folder), "--kills", str(kills), "--when", when]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return reported(done.stdout)
+
+
+def environment() -> dict[str, str]:
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     # else a start finds addresses of the one before in torchrun's store: https://github.com/pytorch/pytorch/issues/135712
-    environment = plain | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    losses = re.search(r"^losses (.*)$", done.stdout, re.MULTILINE)
-    seen = re.search(r"^killed .*$", done.stdout, re.MULTILINE)
+    return plain | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def reported(text: str) -> tuple[list[float], str]:
+    """(losses of the steps, what was seen) by what the run prints at its end."""
+    losses, seen = re.search(r"^losses (.*)$", text, re.MULTILINE), re.search(r"^killed .*$", text, re.MULTILINE)
     assert losses is not None and seen is not None
     return [float(x) for x in losses[1].split()], seen[0]
 
@@ -55,3 +69,64 @@ def test_twenty_kills(when: str, tmp_path: Path) -> None:
     assert re.match(r"killed 20 times .*, started 21 times", seen), seen
     assert float(re.search(r"([\d.]+) s at most", seen)[1]) < 60
     assert losses == pytest.approx(undisturbed(44), rel=1e-10)
+
+
+# -- two agents, as of two hosts
+
+
+def agents(folder: Path, kills: int) -> list[subprocess.Popen[str]]:
+    """One agent for each of two nodes, with a rank each; what they print goes to files."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    made = []
+    for node in range(2):
+        where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        script = [str(SCRIPT), str(folder / "run"), "--kills", str(kills), "--when", "outside"]
+        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *script]
+        out = (folder / f"out{node}").open("w")
+        made.append(subprocess.Popen(command, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True))
+    return made
+
+
+def events(folder: Path, what: str) -> list[dict[str, Any]]:
+    path = folder / "run" / "events"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [e for line in lines if line.endswith("\n") and (e := json.loads(line))["what"] == what]
+
+
+def until(true: Any, seconds: float, running: list[subprocess.Popen[str]], folder: Path) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        alive = all(agent.poll() is None for agent in running)
+        assert alive and time.monotonic() < end, "".join((folder / f"out{n}").read_text()[-3000:] for n in range(2))
+        time.sleep(0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 20])
+def test_an_agent_is_lost_with_its_rank(kills: int, tmp_path: Path) -> None:
+    """The other agent ends soon and with an error, whichever is lost, that of rank 0 and of the store included; both start again
+    from the newest checkpoint, and the losses are those of a run that nothing happened to."""
+    draw, saved, running = random.Random(kills), 0, list[subprocess.Popen[str]]()
+    try:
+        for kill in range(kills):
+            running, begun, lost = agents(tmp_path, kills), len(events(tmp_path, "here")), kill % 2
+            until(lambda at=saved: len(events(tmp_path, "saved")) > at, 120, running, tmp_path)
+            time.sleep(0.4 * draw.random())  # within a step, or a save
+            for rank in events(tmp_path, "here")[begun:]:
+                if rank["rank"] == lost:
+                    os.kill(running[lost].pid, signal.SIGKILL)  # no restart, and no word to the other
+                    os.kill(rank["pid"], signal.SIGKILL)
+            assert running[lost].wait(10) == -signal.SIGKILL
+            assert running[1 - lost].wait(60) > 0, "the other agent goes on without its peer"
+            saved = len(events(tmp_path, "saved"))
+        running = agents(tmp_path, kills)
+        assert [agent.wait(180) for agent in running] == [0, 0], (tmp_path / "out0").read_text()[-3000:]
+    finally:
+        for agent in running:
+            agent.kill()
+    losses, seen = reported((tmp_path / "out0").read_text())
+    assert f"started {kills + 1} times" in seen
+    assert losses == pytest.approx(undisturbed(2 * (kills + 2)), rel=1e-10) and len({*losses}) == len(losses)
