@@ -35,6 +35,7 @@ from torch.nn.modules import batchnorm, transformer
 from torch.nn.modules import module as of_all
 from torch.utils import _contextlib, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from megafx.capture import tensor_hooks
 from megafx.capture.code_names import names_of
@@ -136,6 +137,7 @@ def replacements(
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
+    from torch.export import _trace as export_trace
 
     table: list[Replacement] = []
 
@@ -182,6 +184,9 @@ def replacements(
 
     why = "it makes results of the same form sooner"
     table += [Replacement(non_strict_utils, "FakeTensorMode", lambda old: QuickFakeTensorMode, why)]
+
+    why = "it unpacks the arguments of the call, of which there may be none"
+    table += [Replacement(export_trace, "make_constraints", _constraints, why)]
 
     why = "what it tells of a value is in the value, and to find out takes longer than to compute it"
     table += [Replacement(proxy_tensor, "_extract_tensor_metadata", lambda old: lambda value: None, why)]
@@ -279,6 +284,13 @@ def replacements(
     for fqn, layer in droppable_layers(model):
         table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
     return table
+
+
+def _constraints(old: Callable[..., Any]) -> Callable[..., Any]:
+    def make(fake_mode: Any, gm: Any, args: Any, dynamic: Any, *more: Any) -> Any:
+        return old(fake_mode, gm, args, dynamic if tree_leaves(args) else None, *more)
+
+    return make
 
 
 def _is_compiling() -> bool:

@@ -115,3 +115,46 @@ def tokens_are_mixed_by_a_fourier_transform(loop: Loop) -> None:
 def embedding_with_padding_and_scaled_gradients(loop: Loop) -> None:
     """Rows are counted in the batch of all ranks."""
     train(loop, Mlp(lambda up: up, padding_idx=2, scale_grad_by_freq=True))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Generated(nn.Module):
+    """A weight that a module makes of nothing but its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.linear = nn.Parameter(torch.randn(7, 5)), nn.Linear(5, 5)
+
+    def forward(self) -> Tensor:
+        return self.linear(self.code)
+
+
+class OfGenerated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_of, self.square = Generated(), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.square(x @ self.weight_of())
+
+
+@situation("https://docs.pytorch.org/tutorials/intermediate/parametrizations.html")
+def calls_without_arguments(loop: Loop) -> None:
+    """A parametrized weight is read beside the loss, a submodule and a whole model are called without arguments."""
+    made = OfGenerated()
+    nn.utils.parametrize.register_parametrization(made.square, "weight", Symmetric())
+    model = loop.model(made)
+    for _ in range(2):
+        loss = model(torch.randn(4, 7)).square().mean() + 0.1 * model.square.weight.square().sum()
+        loss = loss + model.weight_of().abs().mean()
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+    alone = loop.model(Generated())
+    alone().square().sum().backward()
+    loop.see(alone=alone())
+    loop.see_gradients(alone)
