@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.ir.call_spec import ambient_autocast, no_autocast
 from megafx.ir.python_state import ABSENT, Place, items_of, put_items
+from megafx.ir.source_lines import is_installed
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,15 @@ def replaced_in(owner: Any) -> dict[str, Any]:
     """What others have put into a class of torch, or in the place of functions of a module of torch."""
     own, now = _OWN[owner], vars(owner)
     found = {n: now.get(n, ABSENT) for n, f in own.items() if now.get(n) is not f}
-    if isinstance(owner, type):
-        found |= {n: f for n, f in now.items() if n not in own}
+    if isinstance(owner, type):  # transformers adds a method to nn.Module when it initialises weights
+        found |= {n: f for n, f in now.items() if n not in own and not _is_of_package(f)}
     # torch wraps some functions when others of its modules are imported
     return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not (_name(f) == n and _is_of_torch(f))}
+
+
+def _is_of_package(found: Any) -> bool:
+    function = getattr(found, "fget", getattr(found, "__func__", found))
+    return isinstance(function, types.FunctionType) and is_installed(function.__code__.co_filename)
 
 
 def _name(found: Any) -> str:

@@ -134,6 +134,7 @@ class Runtime:
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
+        self.classes = [*map(type, self.modules)]
         self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
         self.parameters.look(self.state.slots)
@@ -147,8 +148,8 @@ class Runtime:
 
     def _check_tree(self) -> None:
         """Submodules that were replaced since (adapters around linears) are captured anew, or refused once a plan is made."""
-        now = map(list, map(dict.values, self.tables))
-        if all(map(eq, now, self.children)):  # modules are equal only to themselves
+        now = map(list, map(dict.values, self.tables))  # modules are equal only to themselves
+        if all(map(eq, now, self.children)) and [*map(type, self.modules)] == self.classes:
             return
         take_new_parameters(self)
         self.guard()

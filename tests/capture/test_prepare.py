@@ -23,7 +23,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import LIBRARIES, Reads
-from megafx.ir.holders import LEFT_BY_CAPTURES, replaced_in
+from megafx.ir.holders import LEFT_BY_CAPTURES, OF_TORCH, replaced_in
 from megafx.ops.eager_probes import LeftEager
 
 
@@ -57,7 +57,7 @@ def table(model: nn.Module, eager: tuple[str, ...] = ()) -> list[Replacement]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int]] = {
     "dropping": (lambda: Dropping().train(), ("head", "layers.0"), 34),  # a layer is left eager and dropped as well
-    "hugging face": (gpt2, (), 35),
+    "hugging face": (gpt2, (), 36),
 }
 
 
@@ -237,3 +237,13 @@ def test_two_threads_parallelize_beside_a_third_that_trains() -> None:
         nn.Module._apply,
         torch.autograd.Function.apply,
     )
+
+
+def test_methods_that_packages_add_to_modules_replace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers adds one when it initialises weights."""
+    names: dict[str, Any] = {}
+    exec(compile("def added(module): pass", "/usr/lib/site-packages/package/code.py", "exec"), names)
+    monkeypatch.setattr(nn.Module, "smart_apply", names["added"], raising=False)
+    assert OF_TORCH.number == 0
+    monkeypatch.setattr(nn.Module, "own_apply", lambda module: None, raising=False)
+    assert OF_TORCH.number > 0

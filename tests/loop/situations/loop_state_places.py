@@ -470,3 +470,17 @@ def code_is_reloaded_and_calls_of_modules_are_replaced(loop: Loop) -> None:
         _sees(loop, model)
     _sees(loop, model)
     loop.see_gradients(model)
+
+
+class Bounded(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+@situation(READS)
+def the_class_of_a_submodule_is_changed(loop: Loop) -> None:
+    model = loop.model(nn.Sequential(nn.Linear(8, 8), Mlp()))
+    for cls in (Mlp, Bounded, Mlp):
+        model[1].__class__ = cls
+        _step(loop, model)
+    loop.see_gradients(model)
