@@ -84,10 +84,11 @@ class EntersGrad(Exception):
     """A call under torch.no_grad() has outputs that require a gradient, since forward enters torch.enable_grad()."""
 
 
-def enters_grad(program: Program) -> bool:
-    """True if something that forward computes requires a gradient."""
+def enters_grad(program: Program) -> frozenset[str]:
+    """Names of the outputs that forward computes and that require a gradient."""
     pairs = zip(program.outputs, program.results(), strict=True)
-    return any(spec.kind == "user" and spec.requires_grad and node.op != "placeholder" for spec, node in pairs)
+    found = (o.name for o, node in pairs if o.kind == "user" and o.requires_grad and node.op != "placeholder")
+    return frozenset(found)
 
 
 def in_eager_mode(

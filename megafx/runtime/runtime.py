@@ -288,7 +288,10 @@ class Runtime:
         except CaptureError as error:
             raise self._failed(call, error) from None
         if graph.enters_grad and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            raise EntersGrad
+            pairs = zip(call.names(), call.leaves, strict=True)
+            leaves = {n for n, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad}
+            if graph.enters_grad - leaves:  # a leaf that forward has written into requires its gradient anyway
+                raise EntersGrad
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1

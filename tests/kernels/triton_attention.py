@@ -3,6 +3,7 @@
 python tests/kernels/triton_attention.py 0/8    # one in eight of the checks: on CUDA kernels take long to compile
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -122,7 +123,10 @@ def check_pieces(b, h, n, t, d, ranks):
 
 
 def slices():
-    """A rank's queries have the bits of one process; keys that none sees are not read, nor queries for keys."""
+    """A rank's queries have the bits of one process; keys that none sees are not read, nor queries for keys.
+
+    In the interpreter the products are those of numpy's BLAS, which on some processors depend on where in a tile a row is.
+    """
     if next(COUNT) % PARTS != PART:
         return
     n, t = 400, 4
@@ -148,8 +152,9 @@ def slices():
                     y[:, :, :64] = math.nan
                 late = slice((here.start + 64 + 63) // 64 * 64, min(dark, n))
                 _, blind, _ = attention_backward_triton.backward(early[1], x._replace(q=early[0]), *cut[2:])
-            assert torch.equal(found[0], cut[2]) and torch.equal(found[1], cut[3]), (window, rank)
-            assert torch.equal(made, dq[:, :, here]), (window, rank)
+            same = torch.equal if DEVICE == "cuda" else functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
+            assert same(found[0], cut[2]) and same(found[1], cut[3]), (window, rank)
+            assert same(made, dq[:, :, here]), (window, rank)
             assert not dk[:, :, dark:].any() and not dk[:, :, :first].any(), (window, rank)
             assert blind[:, :, late].isfinite().all(), (window, rank)
 
