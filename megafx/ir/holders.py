@@ -184,7 +184,8 @@ def replaced_in(owner: Any) -> dict[str, Any]:
     own, now = _OWN[owner], vars(owner)
     found = {n: now.get(n, ABSENT) for n, f in own.items() if now.get(n) is not f}
     if isinstance(owner, type):  # transformers adds a method to nn.Module when it initialises weights
-        found |= {n: f for n, f in now.items() if n not in own and not _is_of_package(f)}
+        added = {n: f for n, f in now.items() if n not in own and not _is_of_package(f)}
+        found |= {n: f for n, f in added.items() if f is not _inherited(owner, n)}  # put back after a replacement
     # torch wraps some functions when others of its modules are imported
     return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not (_name(f) == n and _is_of_torch(f))}
 
@@ -192,6 +193,10 @@ def replaced_in(owner: Any) -> dict[str, Any]:
 def _is_of_package(found: Any) -> bool:
     function = getattr(found, "fget", getattr(found, "__func__", found))
     return isinstance(function, types.FunctionType) and is_installed(function.__code__.co_filename)
+
+
+def _inherited(owner: type, name: str) -> Any:
+    return next((vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), ABSENT)
 
 
 def _name(found: Any) -> str:
