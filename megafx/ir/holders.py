@@ -185,7 +185,8 @@ def replaced_in(owner: Any) -> dict[str, Any]:
     found = {n: now.get(n, ABSENT) for n, f in own.items() if now.get(n) is not f}
     if isinstance(owner, type):  # transformers adds a method to nn.Module when it initialises weights
         added = {n: f for n, f in now.items() if n not in own and not _is_of_package(f)}
-        found |= {n: f for n, f in added.items() if f is not _inherited(owner, n)}  # put back after a replacement
+        # Not what was put back after a replacement, nor what Python notes of a class when its objects are copied.
+        found |= {n: f for n, f in added.items() if f is not _inherited(owner, n) and n != "__slotnames__"}
     # torch wraps some functions when others of its modules are imported
     return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not (_name(f) == n and _is_of_torch(f))}
 

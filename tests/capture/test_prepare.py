@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -237,6 +239,17 @@ def test_two_threads_parallelize_beside_a_third_that_trains() -> None:
         nn.Module._apply,
         torch.autograd.Function.apply,
     )
+
+
+def test_copies_of_tensors_and_methods_that_are_put_back_replace_nothing() -> None:
+    copy.deepcopy(torch.ones(2)), pickle.dumps(nn.Parameter(torch.ones(2)))
+    own = torch.Tensor.softmax
+    torch.Tensor.softmax = lambda self, *args: own(self, *args)  # type: ignore[method-assign]
+    try:
+        assert OF_TORCH.number > 0
+    finally:
+        torch.Tensor.softmax = own  # type: ignore[method-assign]
+    assert OF_TORCH.number == 0 and not replaced_in(torch.Tensor)
 
 
 def test_methods_that_packages_add_to_modules_replace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
