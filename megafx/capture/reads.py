@@ -56,7 +56,7 @@ from megafx.ir.python_state import (
     snapshot,
     states_differ,
 )
-from megafx.ir.source_lines import line_of
+from megafx.ir.source_lines import is_installed, line_of
 from megafx.ops.eager_call import in_eager_code
 
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
@@ -462,6 +462,8 @@ class Reads:
             function.cache_clear()
         if callable(inner := getattr(function, "__wrapped__", None)):  # what is around it is looked through, too
             self.look_through(inner, cls)
+            if is_installed(getattr(getattr(function, "__code__", None), "co_filename", "")):
+                return  # but not what packages put around their functions: nothing on disk could name its variables
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
