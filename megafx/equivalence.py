@@ -16,6 +16,7 @@ from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, kept, state_of
 from megafx.capture.program import output_path
 from megafx.checks import simulate
+from megafx.checks.divergence import Divergence, first_divergence, first_nan
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_batch_types, check_types
 from megafx.compiler.all_ranks import run_ranks
@@ -56,7 +57,7 @@ class Verdict:
     gradients: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, float] = field(default_factory=dict)  # after the call
     requires_grad: list[str] = field(default_factory=list)  # outputs for which it is another than in eager mode
-    divergence: simulate.Divergence | None = None
+    divergence: Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
     mesh: str = ""  # of simulated ones, where it has more than one axis: 'dp 2 x tp 3'
@@ -209,7 +210,7 @@ class _Trial:
             return ""
         single = self.single()
         inputs = simulate.local_inputs(single.program, self.values, single.plan.params, 1)[0]
-        first = simulate.first_nan(single.program, inputs)
+        first = first_nan(single.program, inputs)
         more = f" and {len(has) - 3} more" if len(has) > 3 else ""
         return f"{', '.join(has[:3])}{more}" + (f"; the first is {first}" if first else "")
 
@@ -230,7 +231,7 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
         ours = simulate.local_inputs(sharded.program, trial.values, sharded.plan.params, trial.t)
         theirs = simulate.local_inputs(single.program, trial.values, single.plan.params, 1)[0]
         limit = trial.limit
-        verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
+        verdict.divergence = first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
     elif call.config.fp8 is not None:
         verdict.repeated.skipped["of any kind"] = "eager does not round to FP8"
     else:

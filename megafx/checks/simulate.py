@@ -8,7 +8,8 @@ by definitions that share nothing with the code of real ranks (placements/moves.
 by placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
 
     run_logical(program, values, placements, t)   logical tensors in, logical outputs and gradients out
-    first_divergence(program, ..., reference)     the first node at which t ranks part from one
+
+divergence.py finds the first node at which two runs part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import megafx.ops.collectives
 import megafx.ops.gather_region
 import megafx.ops.owners  # noqa: F401  registers the ops
 from megafx.analysis.communication import is_region_gather
-from megafx.errors import PlacementError, SourceLine
+from megafx.errors import PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Batch, Input, Output, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
 from megafx.ops.axes import AxisContext, Mesh, on_mesh
@@ -380,7 +381,7 @@ def local_inputs(
             if spec.kind == "tangent":
                 value = values.get(spec.name)
                 value = torch.ones((), dtype=node.meta[VAL].dtype) if value is None else value
-                placement = dual(_at_run_time(program, _result_placement(program, spec.name), per_rank[0]))
+                placement = dual(at_run_time(program, _result_placement(program, spec.name), per_rank[0]))
             else:
                 value = program.constants[spec.name] if spec.kind == "constant" else values[spec.name]
                 placement = placements.get(spec.name, I)
@@ -521,12 +522,13 @@ def _of_the_batch(
 
 def _of_copies(made: Values, name: str, batch: Batch, data: DataAxis) -> Tensor | None:
     """The gradient of a parameter, of those that each data-parallel copy has made: all the same once they are reduced."""
-    if made[0] is None:
+    first: Tensor | None = made[0]
+    if first is None:
         return None
     if not batch.reduced:
         return torch.stack(made).sum(0) / (1 if batch.summed else data.ranks)
     _check_same(made, f"the gradient of '{name}'", "of all data-parallel ranks")
-    return made[0]  # type: ignore[no-any-return]
+    return first
 
 
 def _of_the_sequence(
@@ -574,12 +576,23 @@ def _of_tensor_ranks(
         else:
             what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations  # type: ignore[assignment]
             placement = _result_placement(program, spec.name) if spec.kind == "user" else I
-            placement = _at_run_time(program, placement, inputs)
+            placement = at_run_time(program, placement, inputs)
         if isinstance(locals_[0], Tensor):
             into[spec.name] = _together(locals_, placement, t, f"{what} '{spec.name}'", spec.kind == "gradient")
         else:
             into[spec.name] = locals_[0]
     return logical
+
+
+def at_run_time(program: Program, placement: Placement, inputs: Sequence[Any]) -> Placement:
+    """A placement with the sizes of this run in place of structural integers."""
+    if not placement.is_shard:
+        return placement
+    given = dict(zip(program.placeholders(), inputs, strict=False))  # of inputs so far
+    sources = symbol_sources(program.graph).items()
+    sizes_now = {symbol: given[node].shape[dim] if dim >= 0 else given[node] for symbol, (node, dim) in sources}
+    layout = [int(program.sizes.expr(n).xreplace(sizes_now)) for n in placement.flat_layout]
+    return Placement.parse(placement.tag, layout)
 
 
 def _together(locals_: Values, placement: Placement, t: int, what: str, zero_pads: bool) -> Tensor:
@@ -605,98 +618,3 @@ def _check_same(locals_: Values, what: str, placement: str) -> None:
 def replica_error(locals_: Values) -> float:
     """How far ranks are from rank 0."""
     return max((relative_error(x, locals_[0]) for x in locals_[1:] if not torch.equal(x, locals_[0])), default=0.0)
-
-
-# -- where a run makes NaN, and where two runs part
-
-
-def first_nan(program: Program, inputs: Sequence[Any]) -> str:
-    """The first value of one process that holds NaN, in words: its node, module and line."""
-    found: list[str] = []
-
-    def look(node: fx.Node, value: Values) -> None:
-        if not found and isinstance(value[0], Tensor) and bool(value[0].isnan().any()):
-            where = f" in '{fqn_of(node)}'" if fqn_of(node) else ""
-            source = source_of(node)
-            found.append(f"%{node.name}{where}" + (f" ({source})" if source else ""))
-
-    for (_, spec), value in zip(program.input_nodes(), inputs, strict=True):
-        if isinstance(value, Tensor) and bool(value.isnan().any()):
-            return f"{spec.kind} '{spec.name}', before the call"
-    simulate(program, [inputs], watch=look)
-    return found[0] if found else ""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first node at which ranks part from the reference. error: relative; inf for another shape."""
-
-    node: str
-    placement: Placement
-    error: float
-    found: str
-    fqn: str
-    source: SourceLine | None
-
-    def __str__(self) -> str:
-        where = f" in '{self.fqn}'" if self.fqn else ""
-        return f"%{self.node}{where} at {self.placement}: {self.found}" + (f" ({self.source})" if self.source else "")
-
-
-def first_divergence(
-    program: Program, per_rank_inputs: Sequence[Sequence[Any]], reference: Program, reference_inputs: Sequence[Any], *,
-    tolerance: float | None = None, axis: str = "tp",
-) -> Divergence | None:  # fmt: skip
-    """Run `program` on all ranks and `reference` (the same graph before it was localized, or for t = 1) on one.
-
-    Nodes correspond by name. A node's value is put together by its placement; nodes without one are not compared.
-    tolerance: relative; None: by dtype (TOLERANCE).
-    """
-    t = len(per_rank_inputs)
-    names = {n.name for n in program.graph.nodes if PLACEMENT in n.meta}
-    expected: dict[str, Any] = {}
-
-    def keep(node: fx.Node, value: Values) -> None:
-        if node.name in names:
-            expected[node.name] = value[0]
-
-    simulate(reference, [reference_inputs], axis=axis, watch=keep)
-    found: list[Divergence] = []
-
-    def compare(node: fx.Node, value: Values) -> None:
-        if found or not isinstance(value[0], Tensor) or not isinstance(expected.get(node.name), Tensor):
-            return
-        placement, wanted = node.meta.get(PLACEMENT), expected.pop(node.name)
-        if placement is None:
-            return
-        placement = _at_run_time(program, placement, per_rank_inputs[0])
-        error, text = _difference(value, wanted, placement, t)
-        if error > (TOLERANCE.get(wanted.dtype, 0.0) if tolerance is None else tolerance):
-            found.append(Divergence(node.name, placement, error, text, fqn_of(node), source_of(node)))
-
-    simulate(program, per_rank_inputs, axis=axis, watch=compare)
-    return found[0] if found else None
-
-
-def _difference(value: Values, wanted: Tensor, placement: Placement, t: int) -> tuple[float, str]:
-    if placement.kind in ("I", "R") and (error := replica_error(value)) > 0.0:
-        return error, f"ranks that should hold the same differ by {error:.1e}"
-    try:
-        whole = unshard_tensors(value, placement, t)
-    except PlacementError as error:
-        return float("inf"), str(error)
-    if whole.shape != wanted.shape:
-        return float("inf"), f"ranks hold {tuple(whole.shape)} together, one process {tuple(wanted.shape)}"
-    off = relative_error(whole, wanted)
-    return off, f"differs from one process by {off:.1e}"
-
-
-def _at_run_time(program: Program, placement: Placement, inputs: Sequence[Any]) -> Placement:
-    """A placement with the sizes of this run in place of structural integers."""
-    if not placement.is_shard:
-        return placement
-    given = dict(zip(program.placeholders(), inputs, strict=False))  # of inputs so far
-    sources = symbol_sources(program.graph).items()
-    sizes_now = {symbol: given[node].shape[dim] if dim >= 0 else given[node] for symbol, (node, dim) in sources}
-    layout = [int(program.sizes.expr(n).xreplace(sizes_now)) for n in placement.flat_layout]
-    return Placement.parse(placement.tag, layout)

@@ -1,4 +1,4 @@
-"""Covers megafx/checks/simulate.py and megafx/testing.py."""
+"""Covers megafx/checks/simulate.py, megafx/checks/divergence.py and megafx/testing.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from megafx.checks.simulate import first_divergence, local_inputs, relative_error, replica_error, run_logical, simulate
+from megafx.checks.divergence import first_divergence
+from megafx.checks.simulate import local_inputs, relative_error, replica_error, run_logical, simulate
 from megafx.errors import PlacementError, UsageError
 from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.ops.axes import axis_rank
