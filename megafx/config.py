@@ -254,7 +254,8 @@ class Config:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), choices_of(f.name)
             if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
-                raise _error(f.name, value, " or ".join(repr(c) for c in choices))
+                allowed = " or ".join(repr(c) for c in choices if c is not None)
+                raise _error(f.name, value, allowed + (", or None" if None in choices else ""))
             if _TYPES[f.name] == str | None and not isinstance(value, str | None):
                 raise _error(f.name, value, "a profile name, the path of a .yaml file, or None")
             least, optional = f.metadata["least"], _TYPES[f.name] is not int

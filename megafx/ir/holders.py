@@ -185,10 +185,21 @@ def replaced_in(owner: Any) -> dict[str, Any]:
     found = {n: now.get(n, ABSENT) for n, f in own.items() if now.get(n) is not f}
     if isinstance(owner, type):  # transformers adds a method to nn.Module when it initialises weights
         added = {n: f for n, f in now.items() if n not in own and not _is_of_package(f)}
-        # Not what was put back after a replacement, nor what Python notes of a class when its objects are copied.
-        found |= {n: f for n, f in added.items() if f is not _inherited(owner, n) and n != "__slotnames__"}
-    # torch wraps some functions when others of its modules are imported
-    return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not (_name(f) == n and _is_of_torch(f))}
+        # Not what was put back after a replacement, nor what Python and Dynamo note of a class in its attributes.
+        found |= {n: f for n, f in added.items() if f is not _inherited(owner, n) and not _is_note(n, f)}
+    return {n: f for n, f in found.items() if n not in _FOR_A_TIME and not _wraps(n, f)}
+
+
+def _is_note(name: str, found: Any) -> bool:
+    """Python notes the slots of a class whose objects are copied; Dynamo, whether it has wrapped its constructor."""
+    return name.startswith("__") and not callable(found) and not hasattr(found, "__get__")
+
+
+def _wraps(name: str, found: Any) -> bool:
+    """torch wraps some functions when others of its modules are imported, and Dynamo the constructors of modules."""
+    return _is_of_torch(found) and (
+        _name(found) == name or getattr(found, "__module__", None) == "torch._dynamo.mutation_guard"
+    )
 
 
 def _is_of_package(found: Any) -> bool:

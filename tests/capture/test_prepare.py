@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -250,6 +251,15 @@ def test_copies_of_tensors_and_methods_that_are_put_back_replace_nothing() -> No
     finally:
         torch.Tensor.softmax = own  # type: ignore[method-assign]
     assert OF_TORCH.number == 0 and not replaced_in(torch.Tensor)
+
+
+def test_what_torch_compile_puts_into_modules_replaces_nothing() -> None:
+    code = (
+        "import torch, megafx\nfrom torch import nn\nfrom megafx.ir.holders import OF_TORCH, replaced_in\n"
+        "own = nn.Module.__init__\ntorch.compile(nn.Linear(2, 2), backend='eager')(torch.ones(1, 2))\n"
+        "assert nn.Module.__init__ is not own\nassert OF_TORCH.number == 0, replaced_in(nn.Module)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_methods_that_packages_add_to_modules_replace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
