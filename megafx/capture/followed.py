@@ -347,7 +347,7 @@ class Trace:
                 continue
             fqn = self.own.get(id(value))
             if fqn is None and (by := getattr(value, REPLACED_BY, None)) is not None:
-                fqn = self.own.get(id(by()))
+                fqn = self.own.get(id(by))
             if fqn is not None:
                 self.followed.parameters[at.name] = at, fqn
             elif isinstance(value, DTensor) and at.can_be_input():

@@ -15,12 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megafx.distributed import muon
+from megafx.distributed.kept_parameters import take_up
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import placement_of, spec_of
-from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor
-
-REPLACED = "_megafx_replaced"  # attribute of a parameter: its FQN in the model that has another one now
 
 
 @cache
@@ -31,15 +29,9 @@ def prepare() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    take_up(optimizer)
     follow(optimizer)
     for group in optimizer.param_groups:
-        for p in (*group["params"][:1], *group["params"][-1:]):  # one that was made too early has no others
-            if (name := vars(p).get(REPLACED)) is not None:
-                raise UsageError(
-                    f"{type(optimizer).__name__}.step() of a parameter ('{name}') that megafx.parallelize has replaced: the "
-                    "model has another one",
-                    fix="make the optimizer after megafx.parallelize(model)",
-                )
         first = next((p for p in group["params"] if p.grad is not None), None)
         if first is not None and (steps := _steps.get(id(first))) is not None:
             steps.count += 1

@@ -5,13 +5,10 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import CellType
 from typing import Any, cast
 
 import torch
@@ -22,12 +19,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import _foreach_supported_types, register_optimizer_step_pre_hook
 
 from megafx.distributed import optimizers
+from megafx.distributed.kept_parameters import stand_in
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
-from megafx.ir.python_state import REPLACED_BY
 from megafx.placements.tensors import shard_tensor
 from megafx.placements.types import I, Nested, Placement, experts_held, nested
 
@@ -58,30 +55,12 @@ def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
         setattr(param, name, value)
     for table in _HOOK_TABLES:
         hooks = getattr(like, table, None)
-        for hook in (hooks or {}).values():
-            if any(x is like for x in _held_by(hook)):
-                raise UsageError(
-                    "a hook on a parameter holds the parameter as it is before megafx.parallelize, which replaces it",
-                    fix="register the hook after megafx.parallelize, or use what it is called with",
-                )
         if hooks is not None:
             setattr(param, table, hooks)
     return param
 
 
 _HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _held_by(hook: Any) -> list[Any]:
-    """What a function holds: contents of its closure, defaults, arguments of a partial, the object of a method."""
-    function = getattr(hook, "func", getattr(hook, "__func__", hook))
-    cells = getattr(function, "__closure__", None) or ()
-    found = [c.cell_contents for c in cells if c != CellType()]
-    found += [
-        *(getattr(function, "__defaults__", None) or ()),
-        *(getattr(function, "__kwdefaults__", None) or {}).values(),
-    ]
-    return [*found, *getattr(hook, "args", ()), getattr(hook, "__self__", None)]
 
 
 class MainGradParameter(nn.Parameter):
@@ -182,35 +161,12 @@ def _refuse_low_moments() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def refuse_stale_optimizers(model: nn.Module, *, added: bool = False) -> None:
-    """Raise where an optimizer holds this model's parameters as they are now: once replaced, they would never be stepped.
-
-    added: of those that came after megafx.parallelize and before the first call.
-    """
-    mine = {id(p): fqn for fqn, p in model.named_parameters() if not (added and isinstance(p, TPTensor))}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
-        held = (p for group in getattr(thing, "param_groups", ()) for p in group["params"])
-        if any(id(p) in mine for p in held):
-            if added:
-                raise UsageError(
-                    f"an optimizer ({type(thing).__name__}) has parameters that were added after megafx.parallelize, which the "
-                    "first call replaces",
-                    fix="add all parameters before megafx.parallelize, or call the model once before the optimizer is made",
-                )
-            raise UsageError(
-                f"an optimizer ({type(thing).__name__}) was made of this model's parameters before megafx.parallelize, "
-                "which replaces them",
-                fix="make the optimizer after megafx.parallelize(model) (before the first call is early enough)",
-            )
-
-
 def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = False) -> None:
     """Replace each parameter by a replicated TPTensor over the same memory; ties are kept. added: those that are none yet."""
     optimizers.prepare()
     made: dict[int, nn.Parameter] = {}
     new: set[int] = set()
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
     for fqn, slot in list(parameter_slots(model)):
         param = slot.get()
         assert param is not None
@@ -224,12 +180,13 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
             spec = make_spec(mesh, I, param.shape, param.dtype)
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
             vars(made[id(param)])[NAME] = fqn
-            vars(param)[optimizers.REPLACED] = fqn
-            vars(param)[REPLACED_BY] = weakref.ref(made[id(param)])
             new.add(id(made[id(param)]))
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)
+            replaced.append((param, made[id(param)]))
         slot.module._parameters[slot.key] = made[id(param)]
+    for param, other in replaced:
+        stand_in(param, other)
 
 
 @torch.no_grad()

@@ -45,9 +45,7 @@ NAMESPACES = (
 _OF_C: Any = ctypes.c_int.__mro__[-2]  # of all numbers, arrays and structures
 BUFFERS = (np.ndarray, bytearray, array.array, _OF_C)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
-REPLACED_BY = (
-    "_megafx_replaced_by"  # attribute of a parameter: a weak reference to the one that the model has in its place
-)
+REPLACED_BY = "_megafx_replaced_by"  # attribute of a parameter: the one that the model has in its place
 OF_PARAMETERS = "_megafx_of_parameters"  # attribute of a tensor
 _left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()

@@ -17,13 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import (
-    Slot,
-    parameter_slots,
-    refuse_stale_optimizers,
-    replicate_parameters,
-    shard_parameters,
-)
+from megafx.distributed.parameters import Slot, parameter_slots, replicate_parameters, shard_parameters
 from megafx.distributed.tensor import TPTensor
 from megafx.distributed.tensor_layout import placement_of
 from megafx.errors import UsageError
@@ -80,7 +74,6 @@ def _replicate(runtime: Any, new: list[str], mesh: DeviceMesh) -> None:
             fix="with data parallelism, put adapters and other modules into the model first, then parallelize it",
         )
     agreement.check_same("the parameters that were added", str(new), runtime.everyone)
-    refuse_stale_optimizers(runtime.model, added=True)
     replicate_parameters(runtime.model, mesh, added=True)
     for name in agreement.agree_on_weights(runtime.model, runtime.everyone, new):
         runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")

@@ -23,7 +23,7 @@ from megafx.capture.errors import refuse_quantised
 from megafx.capture.export import refuse_lazy
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
-from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
+from megafx.distributed.parameters import RUNTIME, replicate_parameters
 from megafx.errors import UsageError
 from megafx.ops.eager_call import matching
 from megafx.runtime.guards import Hooked, data_parallel_error, remove_guards
@@ -231,7 +231,6 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
     refuse_quantised(model, runtime.t)
     refuse_lazy(model)
     if runtime.mesh is not None:
-        refuse_stale_optimizers(model)
         replicate_parameters(model, runtime.mesh)
         for name in agreement.agree_on_weights(model, runtime.everyone):
             runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")

@@ -174,18 +174,6 @@ def test_calls_without_backward_free_what_they_keep() -> None:
     assert not tapes._tapes.keys() - others
 
 
-def test_a_parameter_hook_that_holds_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megafx.distributed.parameters import as_parameter
-
-    p = nn.Parameter(torch.ones(2))
-    handle = p.register_hook(lambda g: g + p.detach())
-    with pytest.raises(UsageError, match="holds the parameter as it is before"):
-        as_parameter(p.detach(), p)
-    handle.remove()
-    p.register_hook(lambda g: g * 2)
-    (as_parameter(p.detach(), p).sum()).backward()
-
-
 def traced(hook: Any) -> bool:
     module = nn.Linear(2, 2)
     module.register_forward_hook(hook)

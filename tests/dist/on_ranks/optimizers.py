@@ -20,6 +20,7 @@ from transformers.optimization import Adafactor
 
 import megafx
 from megafx.distributed import muon
+from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import replicate_parameters, shard_like, shard_over_data, shard_parameters
 from megafx.distributed.tensor import TPTensor
 from megafx.placements.types import I, Layout, S, owned
@@ -87,10 +88,10 @@ def placements(t: int) -> dict[str, Any]:
 
 def cut(model: nn.Module, data: bool = True) -> None:
     """data: on four ranks over data-parallel ranks too, as zero1 and fsdp keep parameters; else as ddp keeps them."""
-    _, shards, t = meshes()
+    tensor, shards, t = meshes()
     shard_parameters(model, placements(t))
     if shards is not None and data:
-        shard_over_data(model, shards, shards.size() // t)
+        shard_over_data(model, Meshes(tensor, shards=shards), ())
 
 
 def gradients(model: nn.Module, step: int, quadratic: bool = False) -> None:
