@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megafx.distributed.tensor import WholeParameter
 from megafx.ir.python_state import REPLACED_BY
 
 _OWN = ("__dict__", "__torch_function__", REPLACED_BY)
 _WITH_PARAMETER = "_post_accumulate_grad_hooks"
 
 
-class KeptParameter(nn.Parameter):
-    """See the module docstring. Made by `stand_in` of a plain parameter; hashed by its own identity."""
+class Kept:
+    """See the module docstring. Made by `stand_in`; hashed by its own identity."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +48,17 @@ class KeptParameter(nn.Parameter):
         return model_parameter(self).__reduce_ex__(protocol)
 
 
+class _KeptParameter(Kept, nn.Parameter):
+    """Of a plain parameter."""
+
+
+class _KeptWhole(Kept, WholeParameter):  # type: ignore[misc]  # of two ways to call functions, the first counts
+    """Of a parameter that `whole_parameters` has left whole."""
+
+
 def model_parameter(value: Any) -> Any:
     """What the model has in the place of a kept parameter; other values as they are."""
-    return vars(value)[REPLACED_BY] if type(value) is KeptParameter else value
+    return vars(value)[REPLACED_BY] if issubclass(type(value), Kept) else value
 
 
 def stand_in(parameter: Tensor, other: nn.Parameter) -> None:
@@ -58,7 +69,7 @@ def stand_in(parameter: Tensor, other: nn.Parameter) -> None:
     parameter.grad, parameter.data = None, parameter.new_empty(0)
     vars(parameter).clear()
     vars(parameter)[REPLACED_BY] = other
-    parameter.__class__ = KeptParameter
+    parameter.__class__ = _KeptWhole if isinstance(parameter, WholeParameter) else _KeptParameter
 
 
 def _called_with(hook: Any, kept: Tensor, parameter: Tensor) -> Any:
@@ -68,7 +79,7 @@ def _called_with(hook: Any, kept: Tensor, parameter: Tensor) -> Any:
 def take_up(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of kept parameters have those of the model, with the state that it has of them."""
     for group in optimizer.param_groups:
-        kept = {p: model_parameter(p) for p in group["params"] if type(p) is KeptParameter}
+        kept = {p: model_parameter(p) for p in group["params"] if issubclass(type(p), Kept)}
         if kept:
             group["params"][:] = [kept.get(p, p) for p in group["params"]]
             for old, new in kept.items():
