@@ -125,6 +125,9 @@ def rehearse(
     config: Config | None = None,
     world: int | None = None,
     *,
+    stages: int | Sequence[str] | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1F1B",
     example_inputs: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Rehearsal:
@@ -134,10 +137,17 @@ def rehearse(
     dtype, reduction) in the same order, forward and backward, and none wait for one another in a circle. The result is true
     where each class fits into the memory of config.hardware; str() is a table with the modelled step, .to_dict() its data.
     world: default, the product of the config's sizes; without config.data_parallel_size, data-parallel ranks are those that
-    are left. Other arguments as in `plan`. Raises what `predict_memory` raises, ConfigError, and PlacementError, which names
-    two ranks that differ, the position, the module and its line.
+    are left. stages, microbatches, schedule: of a pipeline, as `megafx.pipeline` takes them. Of it is proven that both ends of
+    each message between stages agree in order, value, shape and dtype, and memory is that of the micro-batches that the
+    schedule keeps. Other arguments as in `plan`. Raises what `predict_memory` raises, ConfigError, and PlacementError, which
+    names two ranks that differ, the position, the module and its line.
     """
     config = config or Config()
+    if stages is not None:
+        from megafx.rehearsal_of_stages import proposed, rehearse_stages  # not on top: torch.distributed.pipelining
+
+        config, asked, ranks = proposed(config, world, stages, microbatches, schedule)
+        return rehearse_stages(ExampleCall.of(model, config, example_inputs, loss_fn, runs=False), asked, ranks)
     inner = (config.tensor_model_parallel_size or 1) * config.context_parallel_size
     if world is None:
         world = inner * (config.data_parallel_size or 1)

@@ -109,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     about = "prove a run of many ranks: order of collectives, memory of each class of ranks, modelled step"
     argument = add_for_model(_rehearse, "megafx.rehearse", about)
     argument("--world", type=_count, metavar="N", help="ranks in all (default: the product of the sizes)")
+    argument(
+        "--pipeline-stages", type=_count, metavar="N", help="of a pipeline (megafx.pipeline), cut as evenly as can be"
+    )
+    argument("--microbatches", type=_count, metavar="N", help="of a pipeline: parts of a rank's batch in a step")
+    argument("--schedule", default="1F1B", help="of a pipeline: GPipe, 1F1B (default) or Interleaved1F1B")
     argument("--json", type=_output, metavar="FILE", help="write what was found as JSON")
     argument = add_for_model(
         _verify,
@@ -347,7 +352,8 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     config = _config(args)
     model, inputs = _model(args)
-    found = megafx.rehearse(model, config, args.world, example_inputs=inputs)
+    pipeline = {"stages": args.pipeline_stages, "microbatches": args.microbatches, "schedule": args.schedule}
+    found = megafx.rehearse(model, config, args.world, **pipeline, example_inputs=inputs)
     if args.json:
         args.json.write_text(json.dumps(found.to_dict(), indent=1))
     return _told(found)

@@ -80,10 +80,12 @@ class ExampleCall:
         """Names of parameters that require a gradient; with tied weights, all of their names."""
         return {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-    def program(self, ranks: int = 0) -> Program:
-        """CAPTURED, for the ranks of the config, or others. Raises CaptureError."""
+    def program(self, ranks: int = 0, data_ranks: int = 1) -> Program:
+        """CAPTURED, for the ranks of the config, or others. data_ranks: into how many parts the batch is cut. Raises
+        CaptureError."""
         refuse_quantised(self.model, ranks or self.t)
-        return self.uncaptured.capture(self.args, self.kwargs, loss_fn=self.loss_fn, loss_inputs=self.loss_inputs)
+        loss = {"loss_fn": self.loss_fn, "loss_inputs": self.loss_inputs}
+        return self.uncaptured.capture(self.args, self.kwargs, data_ranks=data_ranks, **loss)
 
     def wants_grad(self) -> Callable[[Input], bool]:
         """Of every parameter, and of the inputs that require one."""

@@ -18,19 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from megafx.compiler.captured import Uncaptured
 from megafx.compiler.cut_stages import FORM, Cut, StageGraph, Whole, bound_shape, cut_program, share_out, total_of
-from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others, wait_at_exit
 from megafx.distributed.mesh import Meshes, join_the_job, make_meshes, world_mesh
 from megafx.distributed.parameters import parameter_slots
-from megafx.errors import AgreementError, ConfigError, MegafxError, UsageError
+from megafx.errors import AgreementError, MegafxError, UsageError
 from megafx.example_call import device_of, hardware_of, inputs_of, with_sizes
 from megafx.ir.call_spec import ambient_autocast, call_tree, leaf_name
 from megafx.ir.program import VAL, Program
@@ -39,12 +38,12 @@ from megafx.placements.data_axis import BATCH_AXIS, PIPELINE_AXIS, REPLICA_AXIS,
 from megafx.planner.context import Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.progress import stage
-from megafx.report.stages import Stage, pipeline_stages, stages_from
+from megafx.report.stages import Stage
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.staging import divide, made_schedule, schedule_of, with_stages
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved1f1b": ScheduleInterleaved1F1B}
 KEPT_SCHEDULES = 8  # sizes of calls whose buffers for messages are kept
 
 
@@ -71,26 +70,11 @@ def pipeline(
 
     Raises ConfigError, CaptureError, PlanError, AgreementError, UsageError.
     """
-    config = config or Config()
-    kind = SCHEDULES.get(schedule.lower())
-    if kind is None:
-        known = "GPipe, 1F1B or Interleaved1F1B"
-        more = (
-            ": a stage's backward is one graph, which zero-bubble schedules would split"
-            if "z" in schedule.lower()
-            else ""
-        )
-        raise ConfigError(f"schedule='{schedule}' is none of those that run{more}", fix=f"use {known}")
-    for name, allowed in (("context_parallel_size", 1), ("cuda_graphs", False)):
-        if getattr(config, name) not in (allowed, "auto"):
-            what = f"{name}={getattr(config, name)!r} does not go together with a pipeline"
-            raise ConfigError(what, fix=f"Config({name}={allowed}), or megafx.parallelize without stages")
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches!r}", fix="give a whole number of at least 1")
+    kind, config = schedule_of(schedule), with_stages(config or Config(), microbatches)
     if config.params_dtype is not None:
         model.to(getattr(torch, str(config.params_dtype)))
     args, kwargs = inputs_of(model, example_inputs)
-    mesh, config = _mesh(mesh, config.replace(cuda_graphs=False, cache=False), device_of(model))
+    mesh, config = _mesh(mesh, config, device_of(model))
     sized = with_sizes(config, model, None if example_inputs is None else (args, kwargs))
     if config.micro_batch_size is None and sized.micro_batch_size is not None:
         sized = sized.replace(micro_batch_size=max(1, sized.micro_batch_size // microbatches))
@@ -233,26 +217,11 @@ class _Maker:
         tree = call_tree(args, kwargs, loss_inputs)
         whole = self.whole(tree)
         with agreement.raising_together(self.everyone):
-            plan = plan_only(whole.program.copy(), self.planner)
-            assert plan.report is not None
-            found = (
-                pipeline_stages(plan.report, stages) if isinstance(stages, int) else stages_from(plan.report, stages)
-            )
-            self._check_count(len(found))
-            self.cut = Cut([s.modules for s in found])
-            graphs = cut_program(whole, self.cut, self.trained, 0)
+            made = divide(whole, self.planner, self.kind, stages, self.mesh[PIPELINE_AXIS].size(), self.trained)
+            plan, found, graphs, self.cut = made.plan, made.stages, made.graphs, made.cut
         agreement.check_same("the plan of a pipeline", f"{plan.params}{found}", self.everyone)
         self.forms.append(Form(0, whole, graphs, self.modes(self.model.training), _draws(whole.program)))
         return self._pipeline(found, graphs, plan)
-
-    def _check_count(self, count: int) -> None:
-        ranks, several = self.mesh[PIPELINE_AXIS].size(), self.kind is ScheduleInterleaved1F1B
-        if count % ranks or (count == ranks) == several:
-            wanted = f"a multiple of {ranks}, and more than that" if several else str(ranks)
-            raise ConfigError(
-                f"{count} stages on {ranks} ranks of '{PIPELINE_AXIS}' with {self.kind.__name__}",
-                fix=f"ask for as many stages as the schedule takes: {wanted}",
-            )
 
     def modes(self, training: bool) -> Any:
         """What a capture depends on beside the call. training: whether the pipeline is in training mode."""
@@ -505,13 +474,7 @@ class _Run:
         parts = [
             _Stage(self, part, k, receives, sends) for k, (part, receives, sends) in zip(self.mine, made, strict=True)
         ]
-        kind = self.maker.kind
-        given: Any = parts if kind is ScheduleInterleaved1F1B else parts[0]
-        try:
-            schedule = kind(given, self.count, loss_fn=lambda loss, _: loss, scale_grads=False)
-        except ValueError as error:
-            fix = "another number of microbatches: a multiple of the ranks of 'pp' serves every schedule"
-            raise ConfigError(str(error), fix=fix) from None
+        schedule = made_schedule(self.maker.kind, parts, self.count)
         self.schedules[key] = schedule
         if len(self.schedules) > KEPT_SCHEDULES:
             self.schedules.pop(next(iter(self.schedules)))
@@ -602,7 +565,8 @@ class _Part(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Backward draws for the rows of its micro-batch; the last one of a step reduces gradients over data-parallel ranks."""
+    """Backward draws for the rows of its micro-batch; the last one of a step reduces gradients over data-parallel ranks. Memory
+    to receive into is there while a micro-batch is under way, not for all of them at all times: else the buffers are meta."""
 
     def __init__(self, run: _Run, part: _Part, number: int, receives: Any, sends: Any) -> None:
         if number == len(run.stages) - 1:
@@ -611,6 +575,44 @@ class _Stage(PipelineStage):
         super().__init__(part, number, len(run.stages), device, tuple(receives), tuple(sends), group=run.group)
         self.run = run
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        own, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = own
+
+    def _move(self, infos: Sequence[Any], device: torch.device) -> None:
+        """Give what is received memory on this device, where it is on another one."""
+        for info in infos:
+            old = getattr(info, "buffer", None)
+            if old is not None and old.device.type != device.type:
+                info.buffer = torch.empty_like(old, device=device).requires_grad_(old.requires_grad)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.has_backward and not self.is_last:
+            self._move(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        made = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._move(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
+        return made
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -618,3 +620,5 @@ class _Stage(PipelineStage):
         holds = runtime.meshes.data is not None and not last_backward
         with microbatch(bwd_chunk_id, self.run.count), runtime.no_sync() if holds else contextlib.nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            self._move(infos.get(bwd_chunk_id, ()), torch.device("meta"))

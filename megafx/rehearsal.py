@@ -33,7 +33,8 @@ from megafx.ir.program import MADE_BY, VAL, Program, fqn_of, source_of, tensors_
 from megafx.ops.axes import AxisContext, Mesh
 from megafx.passes.experts.drop_expert_values import NAME as DROPPED
 from megafx.passes.lower.bind_mesh import NAME as BOUND
-from megafx.placements.data_axis import TENSOR_AXIS
+from megafx.placements.data_axis import PIPELINE_AXIS, TENSOR_AXIS
+from megafx.planner.context import Planner
 from megafx.progress import uncollected
 from megafx.units import bytes_text, time_text
 from megafx.what_if import modelled_step
@@ -64,7 +65,7 @@ class Collective:
 @dataclass(frozen=True)
 class RankClass:
     """Ranks whose graphs are equal but for rank constants. ranks: how many; first, last: of them; fits: None where the memory
-    of the device is not known."""
+    of the device is not known; alive: in a pipeline, micro-batches whose values a rank keeps at most, each of one stage."""
 
     name: str
     ranks: int
@@ -73,11 +74,13 @@ class RankClass:
     collectives: int
     memory_bytes: int
     fits: bool | None
+    alive: int = 0
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """True where every class fits. groups: axis -> (number of groups, ranks of each, collectives that each rank starts);
+    """True where every class fits. groups: axis -> (number of groups, ranks of each, collectives that each rank starts, of a
+    pipeline in all micro-batches of a step, and on its own axis messages; of the rank that starts most);
     parts_us: a modelled step by cause; device_bytes: of the profile, less what the device and its libraries take.
     not_seen: what is not shown, in words."""
 
@@ -102,10 +105,17 @@ class Rehearsal:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.items() if size > 1)
-        lines = [f"{self.world} ranks: {sizes or 'one'}", "", f"{'ranks like':<28}{'ranks':>7}{'memory':>12}  fits"]
+        staged = PIPELINE_AXIS in self.mesh
+        alive = f"{'alive':>7}" if staged else ""
+        lines = [
+            f"{self.world} ranks: {sizes or 'one'}",
+            "",
+            f"{'ranks like':<28}{'ranks':>7}{alive}{'memory':>12}  fits",
+        ]
         for c in self.classes:
             fits = {True: "yes", False: "no", None: "not known"}[c.fits]
-            lines.append(f"{c.name:<28}{c.ranks:>7}{bytes_text(c.memory_bytes):>12}  {fits}")
+            alive = f"{c.alive:>7}" if staged else ""
+            lines.append(f"{c.name:<28}{c.ranks:>7}{alive}{bytes_text(c.memory_bytes):>12}  {fits}")
         if self.device_bytes is not None:
             lines.append(
                 f"of {bytes_text(self.device_bytes)}: the rest is for the device's context and buffers of NCCL"
@@ -115,26 +125,36 @@ class Rehearsal:
         lines.append(
             "ranks of a group start the same collectives in the same order; none wait for one another in a circle"
         )
+        if staged:
+            lines.append("both ends of each message between stages agree in order, value, shape and dtype")
         lines += ["", f"a step: {time_text(self.step_us)} by the cost model"]
         lines += [f"  {cause:<30}{time_text(us):>12}" for cause, us in self.parts_us.items() if us]
         return "\n".join([*lines, *(f"not shown: {what}" for what in self.not_seen)])
 
 
-@uncollected()
-def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) -> Rehearsal:
-    """Of a LOWERED program. edit(program, places) may change what the rank at these places runs: tests plant faults so.
+@dataclass(frozen=True)
+class Proven:
+    """Ranks of a mesh whose orders agree. kinds: class of each rank, as a number for each axis of `read`; members: the ranks
+    of a class; orders: what they start; programs: what the first of them runs; not_seen: what was not proven."""
 
-    Raises PlacementError where ranks of a group differ in what they start, or wait for one another; ConfigError where the
-    mesh has another number of ranks.
-    """
-    planner = compiled.planner
-    sizes = {**(planner.data.mesh if planner.data is not None else {}), TENSOR_AXIS: compiled.plan.t}
-    mesh = Mesh(sizes)
-    if len(mesh.ranks) != world:
-        text = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"the mesh {text} has {len(mesh.ranks)} ranks, not {world}", fix="make the sizes' product the world"
-        )
+    kinds: Sequence[tuple[int, ...]]
+    read: Sequence[str]
+    members: Mapping[tuple[int, ...], list[int]]
+    orders: Mapping[tuple[int, ...], list[Collective]]
+    programs: Mapping[tuple[int, ...], Program]
+    not_seen: Sequence[str]
+
+    def name(self, mesh: Mesh, ranks: Sequence[int]) -> str:
+        """The places of these ranks on the axes that graphs depend on."""
+        return ", ".join(f"{axis} {_range(mesh.ranks[r][axis].rank for r in ranks)}" for axis in self.read)
+
+
+def proven(
+    compiled: Compiled, mesh: Mesh, edit: Edit | None = None, of: str = "", known: Proven | None = None
+) -> Proven:
+    """Of a LOWERED program. edit(program, places) may change what the rank at these places runs: tests plant faults so. of:
+    what the mesh is a part of, for messages; known: of another backward of the same call. Raises PlacementError where ranks of
+    a group differ in what they start, or wait for one another."""
 
     def graphs(rank: int) -> Program:
         program = compiled.for_rank(mesh.ranks[rank])
@@ -142,29 +162,41 @@ def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) 
             edit(program, mesh.ranks[rank])
         return program
 
-    kind_of, read, not_seen = _classes(compiled, mesh)
+    kinds, read, not_seen = _classes(compiled, mesh) if known is None else (known.kinds, known.read, known.not_seen)
     members: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, kind in enumerate(kind_of):
+    for rank, kind in enumerate(kinds):
         members[kind].append(rank)
     orders: dict[tuple[int, ...], list[Collective]] = {}
-    classes, room = [], planner.device_bytes
-    room = None if room is None else int((1 - MARGIN) * room)
+    programs: dict[tuple[int, ...], Program] = {}
     for kind, ranks in members.items():
-        program = graphs(ranks[0])
-        orders[kind], digest = collectives(program, mesh.ranks[ranks[0]]), _graphs_text(program)
+        programs[kind] = graphs(ranks[0])
+        orders[kind] = collectives(programs[kind], mesh.ranks[ranks[0]])
         if ranks[-1] != ranks[0]:
-            program = graphs(ranks[-1])
-            _same(orders[kind], collectives(program, mesh.ranks[ranks[-1]]), ranks[0], ranks[-1], "one class")
-            if _graphs_text(program) != digest:
-                raise PlacementError(
-                    f"ranks {ranks[0]} and {ranks[-1]} run different graphs, which one class should not"
-                )
-        at = ", ".join(f"{axis} {_range(mesh.ranks[r][axis].rank for r in ranks)}" for axis in read)
+            last = graphs(ranks[-1])
+            _same(orders[kind], collectives(last, mesh.ranks[ranks[-1]]), ranks[0], ranks[-1], f"one class{of}")
+            if _graphs_text(last) != _graphs_text(programs[kind]):
+                found = f"ranks {ranks[0]} and {ranks[-1]}{of} run different graphs, which one class should not"
+                raise PlacementError(found)
+    check_orders(mesh, kinds, orders, of)
+    return Proven(kinds, read, members, orders, programs, not_seen)
+
+
+@uncollected()
+def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) -> Rehearsal:
+    """Of a LOWERED program. edit: as `proven` takes it. Raises what that raises; ConfigError where the mesh has another number
+    of ranks."""
+    planner = compiled.planner
+    sizes = {**(planner.data.mesh if planner.data is not None else {}), TENSOR_AXIS: compiled.plan.t}
+    mesh = mesh_of(sizes, world)
+    made = proven(compiled, mesh, edit)
+    room = room_of(planner)
+    classes = []
+    for kind, ranks in made.members.items():
         peak = compiled.memory(axes=mesh.ranks[ranks[0]]).peak
         fits = None if room is None else peak <= room
-        classes.append(RankClass(at or "all", len(ranks), ranks[0], ranks[-1], len(orders[kind]), peak, fits))
-    check_orders(mesh, kind_of, orders)
-    first = orders[kind_of[0]]
+        name = made.name(mesh, ranks) or "all"
+        classes.append(RankClass(name, len(ranks), ranks[0], ranks[-1], len(made.orders[kind]), peak, fits))
+    first = made.orders[made.kinds[0]]
     groups = {}
     for axis, found in mesh.groups.items():
         if calls := sum(c.axis == axis for c in first):
@@ -172,7 +204,22 @@ def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) 
     report = compiled.plan.report
     assert report is not None
     parts, unpriced = modelled_step(report.picture, report.step, planner.config, planner.hardware)
-    return Rehearsal(world, sizes, tuple(classes), groups, parts, room, (*not_seen, *unpriced))
+    return Rehearsal(world, sizes, tuple(classes), groups, parts, room, (*made.not_seen, *unpriced))
+
+
+def mesh_of(sizes: Mapping[str, int], world: int) -> Mesh:
+    mesh = Mesh(sizes)
+    if len(mesh.ranks) != world:
+        text = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"the mesh {text} has {len(mesh.ranks)} ranks, not {world}", fix="make the sizes' product the world"
+        )
+    return mesh
+
+
+def room_of(planner: Planner) -> int | None:
+    """Bytes of a rank's device that graphs may have."""
+    return None if planner.device_bytes is None else int((1 - MARGIN) * planner.device_bytes)
 
 
 # -- classes
@@ -306,9 +353,9 @@ def _same(a: Sequence[Collective], b: Sequence[Collective], rank: int, other: in
             )  # fmt: skip
 
 
-def check_orders(mesh: Mesh, kind_of: Sequence[Any], orders: Mapping[Any, Sequence[Collective]]) -> None:
-    """kind_of: class of each rank; orders: what a rank of the class starts. Raises PlacementError where ranks of a group start
-    different collectives, or where ranks wait for one another in a circle."""
+def check_orders(mesh: Mesh, kind_of: Sequence[Any], orders: Mapping[Any, Sequence[Collective]], of: str = "") -> None:
+    """kind_of: class of each rank; orders: what a rank of the class starts; of: for messages. Raises PlacementError where ranks
+    of a group start different collectives, or where ranks wait for one another in a circle."""
     by_axis = {k: {axis: [c for c in o if c.axis == axis] for axis in mesh.groups} for k, o in orders.items()}
     alike: set[tuple[str, Any, Any]] = set()
     for axis, groups in mesh.groups.items():
@@ -317,7 +364,7 @@ def check_orders(mesh: Mesh, kind_of: Sequence[Any], orders: Mapping[Any, Sequen
                 pair = (axis, kind_of[group[0]], kind_of[rank])
                 if pair not in alike and pair[1] != pair[2]:
                     one, two = (by_axis[k][axis] for k in pair[1:])
-                    _same(one, two, group[0], rank, f"group '{mesh.ranks[rank][axis].group_name}'")
+                    _same(one, two, group[0], rank, f"group '{mesh.ranks[rank][axis].group_name}'{of}")
                 alike.add(pair)
     if (
         len({tuple(order) for order in orders.values()}) > 1

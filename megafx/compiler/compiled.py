@@ -113,15 +113,21 @@ class Compiled:
             step(program, planner)
         return program
 
-    def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
-        """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`), and the
-        gradients that it takes in addition."""
+    def with_gradients(self, gradients: Gradients) -> Compiled:
+        """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`)."""
         assert self.program.before_reduction is not None
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         runner = runner_of(planner, "before_reduction")
         with alone():
             runner.run(program, since(add_pending, passes_of(planner, "communication")))
-        made = _executable(program, planner, runner)
+        return Compiled(program, planner, runner)
+
+    def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
+        """What this rank runs of another backward, and the gradients that it takes in addition."""
+        other = self.with_gradients(gradients)
+        program = other.program
+        assert other.runner is not None
+        made = _executable(program, other.planner, other.runner)
         late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
         return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
 

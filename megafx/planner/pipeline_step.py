@@ -21,11 +21,13 @@ from megafx.planner.timeline import StepTimes
 
 @dataclass(frozen=True)
 class Split:
-    """ranks: of a pipeline; chunks: stages of each; microbatches: one after the other in a step, of each data-parallel rank."""
+    """ranks: of a pipeline; chunks: stages of each; microbatches: one after the other in a step, of each data-parallel rank.
+    begins: the first part of each stage, where the cut is not the balanced one."""
 
     ranks: int = 1
     chunks: int = 1
     microbatches: int = 1
+    begins: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -54,7 +56,7 @@ def share_of(picture: CostedGraph, step: StepTimes, split: Split) -> Share | Non
     if split.stages > len(parts):
         return None
     us = us_of(picture, step)
-    begins = balanced([sum(us[region] for region in part) for part in parts], split.stages)
+    begins = split.begins or balanced([sum(us[region] for region in part) for part in parts], split.stages)
     stages = [[*chain(*parts[a:b])] for a, b in zip(begins, [*begins[1:], len(parts)], strict=True)]
     ranks = [[*chain(*stages[r :: split.ranks])] for r in range(split.ranks)]
     order = [region for _, region in picture.order]

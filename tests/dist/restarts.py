@@ -7,12 +7,14 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 20 tests/dist/restarts.p
 Each start but the last kills one rank, drawn with its moment: within a training step, or within a save. With `--when outside`
 nothing is killed from here, and steps are slow enough for whoever kills an agent with its ranks. A start checks that
 the newest checkpoint is valid and not older than the last save that was reported. Rank 0 appends to FOLDER/events what happens,
-with the time; at the end it prints `losses ...` of all steps, as they were computed first, and what was seen.
+with the time; at the end it prints `losses ...` of all steps, as they were computed first, and what was seen. Where FOLDER/until
+is, it has the number of steps; a start takes as many ranks as there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -109,9 +111,9 @@ def main() -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     rank, draw = dist.get_rank(), random.Random(args.seed * 1000 + attempt)
     victim, offset, share = draw.randrange(2), draw.randrange(1, 3), draw.random()
-    steps = 2 * (args.kills + 2)
+    steps, until = 2 * (args.kills + 2), args.folder / "until"
 
-    model, optimizer = new_run(2)
+    model, optimizer = new_run(dist.get_world_size())
     loaded = megafx.load_checkpoint(args.folder / "run", model, optimizer, missing_ok=True)
     first = loaded.step if loaded is not None else 0
     saved = [e["step"] for e in events(args.folder) if e["what"] == "saved"]
@@ -119,14 +121,17 @@ def main() -> None:
     assert loaded is None or not loaded.skipped, loaded.skipped
     note(args.folder, "here", rank=rank, pid=os.getpid(), agent=os.getppid())
     if rank == 0:
-        note(args.folder, "started", attempt=attempt, step=first)
+        note(args.folder, "started", attempt=attempt, step=first, ranks=dist.get_world_size())
     else:
         torch.manual_seed(99)  # rank 0's generator counts
     if loaded is None and rank == 0:
         torch.manual_seed(SEED)
 
     took = {"step": 0.05, "save": 0.05}  # seconds
-    for step in range(first, steps):
+    for step in itertools.count(first):
+        steps = int(until.read_text()) if until.exists() else steps
+        if step >= steps:
+            break
         armed = args.when != "outside" and attempt < args.kills and rank == victim and step == first + offset
         if args.when == "outside":
             time.sleep(OUTSIDE)

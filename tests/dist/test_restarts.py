@@ -1,5 +1,6 @@
-"""Covers: torchrun's elastic restarts with checkpoints, and several agents of which one is lost. dist/restarts.py is the run; its
-ranks, or an agent with its rank as when a host goes down, are killed at random moments."""
+"""Covers: torchrun's elastic restarts with checkpoints, several agents of which one is lost, and runs that go on
+with fewer and with more ranks. dist/restarts.py is the run; its ranks, or an agent with its rank as when a host goes down, are
+killed at random moments."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +76,24 @@ def test_twenty_kills(when: str, tmp_path: Path) -> None:
 # -- two agents, as of two hosts
 
 
-def agents(folder: Path, kills: int) -> list[subprocess.Popen[str]]:
-    """One agent for each of two nodes, with a rank each; what they print goes to files."""
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    made = []
-    for node in range(2):
-        where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        script = [str(SCRIPT), str(folder / "run"), "--kills", str(kills), "--when", "outside"]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *script]
-        out = (folder / f"out{node}").open("w")
-        made.append(subprocess.Popen(command, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True))
-    return made
+        return int(found.getsockname()[1])
+
+
+def agent(folder: Path, node: int, kills: int, *where: str) -> subprocess.Popen[str]:
+    """That of a node, with one rank; what they print goes to a file."""
+    script = [str(SCRIPT), str(folder / "run"), "--kills", str(kills), "--when", "outside"]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *script]
+    out = (folder / f"out{node}").open("w")
+    return subprocess.Popen(command, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True)
+
+
+def agents(folder: Path, kills: int) -> list[subprocess.Popen[str]]:
+    """One for each of two nodes."""
+    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [agent(folder, node, kills, *where, "--node-rank", str(node)) for node in range(2)]
 
 
 def events(folder: Path, what: str) -> list[dict[str, Any]]:
@@ -98,8 +105,8 @@ def events(folder: Path, what: str) -> list[dict[str, Any]]:
 def until(true: Any, seconds: float, running: list[subprocess.Popen[str]], folder: Path) -> None:
     end = time.monotonic() + seconds
     while not true():
-        alive = all(agent.poll() is None for agent in running)
-        assert alive and time.monotonic() < end, "".join((folder / f"out{n}").read_text()[-3000:] for n in range(2))
+        alive = all(one.poll() is None for one in running)
+        assert alive and time.monotonic() < end, "".join(f.read_text()[-3000:] for f in sorted(folder.glob("out*")))
         time.sleep(0.02)
 
 
@@ -123,10 +130,56 @@ def test_an_agent_is_lost_with_its_rank(kills: int, tmp_path: Path) -> None:
             assert running[1 - lost].wait(60) > 0, "the other agent goes on without its peer"
             saved = len(events(tmp_path, "saved"))
         running = agents(tmp_path, kills)
-        assert [agent.wait(180) for agent in running] == [0, 0], (tmp_path / "out0").read_text()[-3000:]
+        assert [one.wait(180) for one in running] == [0, 0], (tmp_path / "out0").read_text()[-3000:]
     finally:
-        for agent in running:
-            agent.kill()
+        for one in running:
+            one.kill()
     losses, seen = reported((tmp_path / "out0").read_text())
     assert f"started {kills + 1} times" in seen
     assert losses == pytest.approx(undisturbed(2 * (kills + 2)), rel=1e-10) and len({*losses}) == len(losses)
+
+
+# -- agents that come and go
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_agents_that_are_left_and_with_one_more(tmp_path: Path) -> None:
+    """Elastic, by c10d's rendezvous: one of two agents is lost with its rank; the other goes on alone, from the last checkpoint.
+    Another agent joins, and both go on. Losses are those of a run that nothing happened to."""
+    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "run"]
+    where += ["--rdzv-conf", conf, "--max-restarts", "3", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2"]
+    kills, running = 200, [agent(tmp_path, 0, 200, *where)]
+
+    def saves(ranks: int, more: int, after: int) -> Callable[[], bool]:
+        """Whether a start of so many ranks, of those after so many, has saved."""
+        return lambda: any(e["ranks"] == ranks for e in events(tmp_path, "started")[after:]) and (
+            len(events(tmp_path, "saved")) >= more
+        )
+
+    try:
+        until(lambda: len(events(tmp_path, "here")) >= 1, 120, running, tmp_path)  # it has the store
+        running.append(agent(tmp_path, 1, kills, *where))
+        until(saves(2, 1, 0), 120, running, tmp_path)
+        until(saves(2, len(events(tmp_path, "saved")) + 2, 0), 120, running, tmp_path)
+        begun = len(events(tmp_path, "started"))
+        (lost,) = {e["pid"] for e in events(tmp_path, "here") if e["agent"] == running[1].pid}
+        os.kill(running[1].pid, signal.SIGKILL)
+        os.kill(lost, signal.SIGKILL)
+        running.pop().wait(10)
+        until(saves(1, len(events(tmp_path, "saved")) + 3, begun), 120, running, tmp_path)
+        begun = len(events(tmp_path, "started"))
+        running.append(agent(tmp_path, 2, kills, *where))
+        until(saves(2, len(events(tmp_path, "saved")) + 2, begun), 120, running, tmp_path)
+        steps = events(tmp_path, "saved")[-1]["step"] + 4
+        (tmp_path / "run" / "new").write_text(str(steps))
+        (tmp_path / "run" / "new").rename(tmp_path / "run" / "until")
+        assert [one.wait(120) for one in running] == [0, 0], (tmp_path / "out0").read_text()[-3000:]
+    finally:
+        for one in running:
+            one.kill()
+    texts = [(tmp_path / f"out{node}").read_text() for node in (0, 2)]
+    losses, _ = reported(next(text for text in texts if "losses" in text))
+    assert {e["ranks"] for e in events(tmp_path, "started")} == {1, 2} and len(losses) == steps
+    assert losses == pytest.approx(undisturbed(steps), rel=1e-10) and len({*losses}) == len(losses)

@@ -21,6 +21,7 @@ from megafx import cli
 from megafx.checks.rules import check_rules
 from megafx.config import Config
 from megafx.planner.plan import Plan
+from megafx.rehearsal_of_stages import proposed
 from megafx.report.report import Report
 
 ONE = Config(tensor_model_parallel_size=1, cache=False)
@@ -87,6 +88,11 @@ def test_reports_and_plans(tmp_path: Path) -> None:
     with refused("the mesh <text> has <ranks> ranks, not <world>"):
         megafx.rehearse(net(), two.replace(data_parallel_size=2), 2, example_inputs=(X.repeat(2, 1),))
     assert megafx.rehearse(net(), two.replace(data_parallel_size=2), 4, example_inputs=(X.repeat(2, 1),)).world == 4
+    with refused("stages without microbatches"):
+        megafx.rehearse(net(), ONE, 2, stages=2, example_inputs=(X,))
+    with refused("<world> ranks are no pipeline of tensor_model_pa"):
+        megafx.rehearse(net(), two, 5, stages=2, microbatches=2, example_inputs=(X,))
+    assert proposed(two, 8, 2, 2, "1F1B")[1].ranks == proposed(two, 4, 4, 2, "Interleaved1F1B")[1].ranks == 2
     with refused("gpus=<gpus>, batches=<batches>, global_batch=<glob"):
         megafx.search(net(), gpus=0, memory="80GiB", example_inputs=(X,))
 

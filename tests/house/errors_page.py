@@ -49,7 +49,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
     "Pipelines": (
         "What `megafx.pipeline` and `step` were given, and models that cannot be cut ([pipelines](pipelines.md)).",
-        "megafx/pipelining.py megafx/compiler/cut_stages.py",
+        "megafx/pipelining.py megafx/staging.py megafx/rehearsal_of_stages.py megafx/compiler/cut_stages.py",
     ),
     "Calls of a parallelized model": (
         "What is done with the model, its parameters and its outputs after `megafx.parallelize`.",

@@ -1,8 +1,11 @@
-"""megafx.pipeline on 4 ranks in fp64 against one process: loss, gradients, clipping and two optimizer steps."""
+"""megafx.pipeline on 4 ranks in fp64 against one process: loss, gradients, clipping and two optimizer steps; and what ranks
+send each other against megafx.rehearse."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +13,14 @@ import torch
 import torch.distributed as dist
 from ranks import check
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
 import megafx
 from megafx.errors import UsageError
+from megafx.example_call import ExampleCall
+from megafx.rehearsal_of_stages import proposed, stages_of
+from megafx.stage_orders import Batch
 
 VOCAB, WIDTH, LENGTH, ROWS = 29, 12, 6, 8
 
@@ -65,6 +72,7 @@ def against_one_process(layers: int, drop: float, schedule: str, stages: Any, mi
     one = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=1)
     alone = megafx.parallelize(copy.deepcopy(model), one)
     config = megafx.Config(hardware="h100-nvlink", **sizes)
+    wanted_messages = rehearsed_messages(model, config, schedule, stages, microbatches)
     pipe = megafx.pipeline(
         model, config, stages=stages, microbatches=microbatches, schedule=schedule, example_inputs=batch()
     )
@@ -78,7 +86,10 @@ def against_one_process(layers: int, drop: float, schedule: str, stages: Any, mi
         loss = alone(**batch())[0]
         loss.backward()
         torch.manual_seed(number)
-        close(pipe.step(**rows), loss.detach())
+        with sent_messages() as messages:
+            close(pipe.step(**rows), loss.detach())
+        assert messages == wanted_messages
+        assert all(buffer is None or buffer.is_meta for buffer in received(pipe))
         wanted = {n: p.grad for n, p in alone.named_parameters(remove_duplicate=False)}
         for name, value in megafx.full_gradients(pipe).items():
             close(value, wanted[name], name)
@@ -92,6 +103,53 @@ def against_one_process(layers: int, drop: float, schedule: str, stages: Any, mi
     with torch.no_grad():
         close(pipe.step(**rows), alone(**batch())[0])
     return pipe
+
+
+def received(pipe: Any) -> Iterator[Any]:
+    """Where stages receive into."""
+    (schedule,) = pipe._pipe.schedules.values()
+    for part in getattr(schedule, "_stages", None) or [schedule._stage]:
+        for infos in (*part.args_recv_info.values(), *part.grad_recv_info.values()):
+            yield from (getattr(info, "buffer", None) for info in infos)
+
+
+Messages = list[list[tuple[bool, int, str]]]  # batches of (whether it is sent, the other end, dtype and shape)
+
+
+def rehearsed_messages(
+    model: nn.Module, config: megafx.Config, schedule: str, stages: Any, microbatches: int
+) -> Messages:
+    """What megafx.rehearse says that this rank starts in a step."""
+    given: list[Any] = [None]
+    config, asked, world = proposed(config, dist.get_world_size(), stages, microbatches, schedule)
+    if dist.get_rank() == 0:
+        t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
+        rows = {n: x.chunk(d)[0].to("meta") for n, x in batch().items()}
+        made = stages_of(ExampleCall.of(copy.deepcopy(model).to("meta"), config, rows, None, runs=False), asked)
+        given = [[made.orders(asked, place) for place in range(t * d)]]
+    dist.broadcast_object_list(given)
+    inner = world // asked.ranks
+    order = given[0][dist.get_rank() % inner][dist.get_rank() // inner]
+    return [[(m.sends, m.peer, m.what) for m in act.messages] for act in order if isinstance(act, Batch)]
+
+
+@contextlib.contextmanager
+def sent_messages() -> Iterator[Messages]:
+    """What the schedule of torch.distributed.pipelining starts within."""
+    found: Messages = []
+    before = schedules._batch_p2p
+
+    def started(ops: Any, desc: Any = None) -> Any:
+        if ops:
+            texts = [f"{str(op.tensor.dtype)[6:]}[{' '.join(map(str, op.tensor.shape))}]" for op in ops]
+            found.append([(op.op is dist.isend, op.group_peer, text) for op, text in zip(ops, texts, strict=True)])
+        return before(ops, desc)
+
+    schedules._batch_p2p = started
+    try:
+        yield found
+    finally:
+        schedules._batch_p2p = before
 
 
 def close(found: Tensor, wanted: Any, what: str = "the loss") -> None:
