@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import re
 import textwrap
@@ -371,6 +372,7 @@ _TYPES = get_type_hints(Config)
 FUSIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["fuses"])
 
 
+@functools.cache
 def choices_of(name: str) -> tuple[Any, ...]:
     """The values that a field takes, where its type lists them: of bool, None, Literal, and unions of these."""
     kind, found = _TYPES[name], list[Any]()
@@ -386,6 +388,7 @@ def choices_of(name: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
+@functools.cache
 def is_whole(name: str) -> bool:
     """Whether a field takes whole numbers, or those and None."""
     return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}

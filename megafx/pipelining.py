@@ -273,6 +273,9 @@ class _Maker:
         runtime.borrowed = frozenset(n for n, _ in pipe.named_buffers() if (self.cut.of(n) or 0) % ranks != here)
         make_parallel(runtime)
         runtime._adopt(runtime.settled.plan.params)
+        runtime.note(
+            "pipeline", "stages are compiled at each start, and run op by op: no cache on disk, no CUDA graphs"
+        )
         run = _Run(self, pipe, runtime, found, {name: at for name, at in holders.items() if len(at) > 1})
         object.__setattr__(pipe, "_pipe", run)
         return pipe

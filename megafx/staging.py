@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from megafx.compiler.cut_stages import Cut, StageGraph, Whole, cut_program
 from megafx.compiler.pipeline import plan_only
-from megafx.config import Config
+from megafx.config import FIT, Config
 from megafx.errors import ConfigError
 from megafx.placements.data_axis import PIPELINE_AXIS
 from megafx.planner.context import Planner
@@ -50,6 +50,11 @@ def with_stages(config: Config, microbatches: int) -> Config:
         if getattr(config, name) not in (allowed, "auto"):
             what = f"{name}={getattr(config, name)!r} does not go together with a pipeline"
             raise ConfigError(what, fix=f"Config({name}={allowed}), or megafx.parallelize without stages")
+    if config.activation_memory_budget == FIT:
+        raise ConfigError(
+            "activation_memory_budget='fit' would fit one micro-batch of a pipeline, of which a schedule keeps several",
+            fix="a fraction, such as 0.5: megafx.rehearse(..., stages=...) says what fits",
+        )
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigError(f"microbatches={microbatches!r}", fix="give a whole number of at least 1")
     return config.replace(cuda_graphs=False, cache=False)

@@ -148,12 +148,19 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
     rows, program.batch = {name: placement.dim for name, placement in program.batch.inputs.items()}, None
     totals = _settle_moves(program, microbatches)
     placed: Mapping[fx.Node, Any] = {}
+    _of_microbatch(program, symbol, microbatches)
     for policy in policies(planner):
         typer = Typer(program, policy, symbol)
         spell_out_statistics(program, typer.over_rows)
         typer.run()
         placed = typer.facts
     return Whole(_captured(program), rows, totals, placed)
+
+
+def _of_microbatch(program: Program, batch: sympy.Symbol, microbatches: int) -> None:
+    """Memory is counted at the rows of a micro-batch, not at those of the call that was captured."""
+    of_call = program.sizes.of_call
+    of_call[batch] = max(of_call.get(batch, 1) // microbatches, 1)
 
 
 def _captured(program: Program) -> Program:
@@ -167,6 +174,8 @@ def _captured(program: Program) -> Program:
 def _average(program: Program, microbatches: int) -> Whole:
     """Each micro-batch has a loss of its own rows, of which the mean is taken."""
     symbol = program.sizes.symbols.get("batch")
+    if symbol is not None:
+        _of_microbatch(program, symbol, microbatches)
     rows: dict[str, int] = {}
     for node, spec in program.input_nodes():
         if spec.kind == "user":

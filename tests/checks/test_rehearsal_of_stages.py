@@ -53,13 +53,14 @@ def rehearsed(
     layers: int = 4,
     edit: Any = None,
     change: Any = None,
+    rows: int = ROWS,
     **fields: Any,
 ) -> Rehearsal:
     overrides = {"*.up": "column", "*.down": "row"} if fields.get("tensor_model_parallel_size") else {}
     config = megafx.Config(hardware="h100-nvlink", overrides=overrides, **fields)
     config, asked, world = proposed(config, world, stages, microbatches, schedule)
     with torch.device("meta"):
-        model, ids = Net(layers), torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        model, ids = Net(layers), torch.zeros(rows, LENGTH, dtype=torch.long)
     return rehearse_stages(ExampleCall.of(model, config, (ids, ids), None, runs=False), asked, world, edit, change)
 
 
@@ -150,13 +151,19 @@ def test_a_collective_that_one_rank_of_a_stage_leaves_out(rank: int) -> None:
 
 
 def test_memory_of_the_micro_batches_that_a_schedule_keeps() -> None:
-    """GPipe keeps all of them; 1F1B on the first rank as many as there are ranks, on the last one."""
-    peaks = {}
+    """GPipe: each further one adds the same to both ranks. 1F1B: nothing but its ids and labels."""
+    found = {}
     for schedule in ("GPipe", "1F1B"):
-        for m in (4, 8):
-            peaks[schedule, m] = [c.memory_bytes for c in rehearsed(2, 2, m, schedule).classes]
-    assert peaks["GPipe", 8][0] > peaks["1F1B", 8][0] and peaks["GPipe", 8][1] > peaks["1F1B", 8][1]
-    assert peaks["1F1B", 8][0] > peaks["1F1B", 8][1]
+        for m in (4, 6, 8):
+            made = rehearsed(2, 2, m, schedule, rows=2 * m)
+            found[schedule, m] = [c.memory_bytes for c in made.classes]
+            assert [c.alive for c in made.classes] == ([m, m] if schedule == "GPipe" else [2, 1])
+    for rank in (0, 1):
+        four, six, eight = (found["GPipe", m][rank] for m in (4, 6, 8))
+        assert six - four == eight - six > 2 * 2 * LENGTH * WIDTH * 4  # two micro-batches of two rows: a value at least
+        four, six, eight = (found["1F1B", m][rank] for m in (4, 6, 8))
+        assert six - four == eight - six <= 2 * (2 * 2 * LENGTH * 8 + 8)  # ids, labels, and the count of labels
+        assert found["1F1B", 4][rank] < found["GPipe", 4][rank]
 
 
 def test_stages_by_name() -> None:

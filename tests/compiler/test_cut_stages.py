@@ -34,6 +34,8 @@ def test_stages_of_a_tied_model_with_dropout_are_the_whole() -> None:
     call = inputs(6, 10)
     call["targets"][0, 2:], call["targets"][4:] = -100, -100
     graphs = assert_exact(model.train(), call, 4, 3)
+    sizes = graphs[0].program.sizes
+    assert sizes.of_call[sizes.symbols["batch"]] == 2  # memory is that of a micro-batch
     assert [len(g.sends) for g in graphs] == [1, 1, 1, 0]
     tied = [any(spec.aliases for spec in g.program.inputs) for g in graphs]
     assert tied == [True, False, False, True]
@@ -76,6 +78,7 @@ def test_each_micro_batch_has_its_own_loss_with_average() -> None:
     call = inputs(4, 8)
     call["targets"][0, 1:] = -100
     whole, graphs = cut(model, call, 2, 2, data_parallel_loss="average", **PROMOTED)
+    assert 2 in whole.program.sizes.of_call.values()
     loss, gradients = run_stages(whole, graphs, model, call, 2)
     parts = [run_whole(model, {n: x.chunk(2)[i] for n, x in call.items()}) for i in range(2)]
     torch.testing.assert_close(loss, sum(part[0] for part in parts) / 2, rtol=1e-10, atol=0, check_dtype=False)

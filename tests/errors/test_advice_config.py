@@ -298,6 +298,10 @@ def test_pipelines_without_ranks() -> None:
         make(microbatches=0)
     with refused("<name>=<name> does not go together with a pipeli"):
         make(cuda_graphs=True)
+    with refused("activation_memory_budget='fit' would fit one micr"):
+        make(activation_memory_budget="fit")
+    with refused("a pipeline of tensor_model_parallel_size=<t> and"):
+        make(activation_memory_budget=0.5)
     for schedule in ("GPipe", "Interleaved1F1B"):  # the advice
         with refused("a pipeline of tensor_model_parallel_size=<t> and"):
             make(schedule)

@@ -59,6 +59,7 @@ def pipeline_with_a_loss_function() -> None:
     loss.backward()
     close(pipe.step(x, loss_inputs={"target": y}), loss.detach())
     same_gradients(pipe, gradients(eager))
+    assert "stages are compiled at each start" in str(megafx.explain(pipe))
 
 
 @check(4, slow=True, seed=0)
