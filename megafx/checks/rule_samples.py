@@ -48,6 +48,7 @@ SCALARS: dict[str, Any] = {
 
 _M, _M3, _V = real(4, 6), real(4, 6, 6), real(6)
 _Q, _K, _V4 = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
+_ROWS, _ROWS2 = real(2, 4, 6, 4), real(2, 4, 6, 2)  # [b, t, heads, e]
 _CHANCES = SampleTensor((4, 6), "x", 0.9, 0.1), SampleTensor((4, 6), "n", 0.9, 0.1)  # of classes, and targets
 
 _CONV = ([1], [0], [1], False, [0], 1)  # stride, padding, dilation, transposed, output padding, groups
@@ -201,6 +202,27 @@ CALLS: list[tuple[Any, ...]] = [
     ("scaled_dot_product_attention", _Q, _K, _V4, real(1, 4, 6, 4)),
     ("scaled_dot_product_attention", _K, _K, _V4, {"is_causal": True}),
     ("scaled_dot_product_attention", real(2, 24, 4, 2), real(2, 6, 4, 2), real(2, 6, 4, 2), {"enable_gqa": True}),
+    ("_efficient_attention_forward", _ROWS, _ROWS, _ROWS, real(2, 6, 4, 4), None, None, None, None, 0.0, 2, True),
+    (
+        "_efficient_attention_backward",
+        _ROWS,
+        _ROWS,
+        _ROWS,
+        _ROWS,
+        real(2, 6, 4, 4),
+        _ROWS,
+        None,
+        None,
+        4,
+        4,
+        fixed(2, 6, 4),
+        0.0,
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros((), dtype=torch.int64),
+        2,
+        True,
+    ),
+    ("_flash_attention_forward", real(2, 4, 24, 2), _ROWS2, _ROWS2, None, None, 4, 4, 0.0, True, False),
     ("_scaled_dot_product_flash_attention_for_cpu", _K, _K, _V4),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", _K, _K, _K, _V4, _K, fixed(2, 4, 4), 0.0, False),
     ("scatter.src", _M, 1, ids(6, 4, 2), real(4, 2)),

@@ -246,6 +246,60 @@ def _nll_backward(call: OpCall) -> RuleText | None:
     return RuleText(f"lin[0]: {grad}, t v!, ~t, ~v!, ~ -> t v!", {"v": "the class is indexed"})
 
 
+# What torch has for packed rows: [t, heads, e], or rows [b, t, heads, e]. Documents end where a control operand says.
+
+
+@family("aten._flash_attention_forward", "torch_attn._varlen_attn")
+def _of_documents(call: OpCall) -> RuleText:
+    q, k, lse = _tokens_first(call)
+    varlen = call.op.startswith("torch_attn")
+    slopes, rest = ("", "*") if varlen else (f"{_slopes(call)}, ", "*; *; *")
+    controls = f"~d!, ~d!, ~u!, {slopes}~u! w!"  # ends of queries and keys, used keys, pages
+    return RuleText(f"nl[2]: {q}, {k}, {k}, {controls} -> {q}; ~{lse}; {rest}", _WHOLE_DOCUMENTS)
+
+
+@family("aten._flash_attention_backward", "torch_attn._varlen_attn_backward")
+def _of_documents_backward(call: OpCall) -> RuleText:
+    q, k, lse = _tokens_first(call)
+    controls = "~d!, ~d!, *" if call.op.startswith("torch_attn") else "~d!, ~d!, *, *"
+    return RuleText(f"nl[0]: {q}, {q}, {k}, {k}, {q}, {lse}, {controls} -> {q}; {k}; {k}", _WHOLE_DOCUMENTS)
+
+
+@family("aten._efficient_attention_forward")
+def _efficient(call: OpCall) -> RuleText:
+    q, k, bias, lse = "b s! h e!", "b t! h e!", "b h s! t!", _statistics(call)
+    text = f"nl[2]: {q}, {k}, b t! h f!, {bias}, ~d!, ~d!, ~u! -> b s! h f!; ~{lse}; *; *; *; *"
+    return RuleText(text, _WHOLE_DOCUMENTS)
+
+
+@family("aten._efficient_attention_backward")
+def _efficient_backward(call: OpCall) -> RuleText:
+    q, k, v, out, bias, lse = "b s! h e!", "b t! h e!", "b t! h f!", "b s! h f!", "b h s! t!", _statistics(call)
+    text = f"nl[0]: {out}, {q}, {k}, {v}, {bias}, {out}, ~d!, ~d!, {lse}, *, * -> {q}; {k}; {v}; "
+    return RuleText(text + (bias if isinstance(call.get("bias"), Arg) else "*"), _WHOLE_DOCUMENTS)
+
+
+_WHOLE_DOCUMENTS = dict.fromkeys("sct", "a query attends to any token of its document")
+
+
+def _tokens_first(call: OpCall) -> tuple[str, str, str]:
+    """Dims of q (and the output), of k and v, and of the log-sum-exps. Of packed rows those are [heads, t]."""
+    q, k = call.get("query"), call.get("key")
+    rows = "b " if len(q.shape) == 4 else ""
+    keys = "p! c! n e!" if not rows and len(k.shape) == 4 else f"{rows}c! n e!"  # pages of keys
+    return f"{rows}s! (n g) e!", keys, f"{rows}(n g) s!"
+
+
+def _slopes(call: OpCall) -> str:
+    """[heads] or [b, heads] fp32 of ALiBi."""
+    slopes = call.get("alibi_slopes")
+    return "~" if not isinstance(slopes, Arg) else "~(n g)" if len(slopes.shape) == 1 else "~b (n g)"
+
+
+def _statistics(call: OpCall) -> str:
+    return "i! h l!" if isinstance(call.get("cu_seqlens_q"), Arg) else "b h l!"
+
+
 # -- transforms and distances
 
 _TO_REAL = "fft_irfft fft_hfft fft_irfft2 fft_irfftn fft_fftshift fft_ifftshift"

@@ -17,7 +17,7 @@ from torch import fx
 
 from megafx.analysis.reached import find_reached
 from megafx.ir.program import Phase, Program, active_nodes
-from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, random, sizes, views
+from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, packed, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
@@ -26,6 +26,7 @@ REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
 Step = Callable[[Editor, fx.Node], bool]
 VIEWS: tuple[Step, ...] = (
+    packed.packed_attention,
     names.one_name,
     names.resolve_getitem,
     names.expand_of_broadcast,

@@ -12,9 +12,14 @@ from megafx.passes.localize import rewrites
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
 from megafx.rules.grammar import register_rule, registered
+from tests.support.flash_attention import on_cpu
 
 # Ops with a rule that no CPU can run in fp64; their CPU counterparts are checked.
 NO_CPU = {
+    "aten._efficient_attention_backward.default",
+    "aten._efficient_attention_forward.default",
+    "aten._flash_attention_backward.default",
+    "aten._flash_attention_forward.default",
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -22,7 +27,11 @@ NO_CPU = {
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_backward.default",
     "aten._fused_rms_norm_backward.default",
+    "megafx.efficient_documents.default",
+    "megafx.flash_documents.default",
 }
+# Numbers that say where documents end are no random ones: tests/equivalence/test_varlen.py runs them on all ranks.
+OF_DOCUMENTS = {"torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"}
 # Complex or without elements that are defined; what moves on another axis.
 NO_SAMPLE = {
     "megafx.transition.default",
@@ -49,10 +58,26 @@ def test_no_row_is_wrong_and_none_is_missing(t):
     own = [op for op, facts in declared().items() if facts.rule and "._test" not in op]  # others' tests define some
     report = check_rules([*RULES, *FAMILIES, *VIEWS, *own], t=[t])
     assert not report.of("wrong") and not report.of("missing"), str(report)
-    assert {f.op for f in report.of("unchecked")} <= NO_CPU | NO_SAMPLE
+    assert {f.op for f in report.of("unchecked")} <= NO_CPU | NO_SAMPLE | OF_DOCUMENTS
     assert len(report.of("ok")) > 1000
     assert {(f.op, f.row) for f in report.of("policy")} <= set(POLICIES)
     assert {f.op for f in report.findings} >= {*RULES, *FAMILIES, *VIEWS, *own}
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_attention_that_no_cpu_has_is_tried_in_plain_torch(t):
+    """Also of packed rows, whose documents end at the same tokens on every rank."""
+    with on_cpu():
+        report = check_rules(
+            [
+                op
+                for op in NO_CPU
+                if "_documents" in op or op.startswith(("aten._flash_attention_f", "aten._efficient_a"))
+            ],
+            [t],
+        )
+    assert report.ok, str(report)
+    assert len(report.of("ok")) >= 12
 
 
 def test_what_localize_shapes_writes_is_tried(monkeypatch):
