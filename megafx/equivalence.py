@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, kept, state_of
+from megafx.capture.flex import flex_on_cpu
 from megafx.capture.program import output_path
 from megafx.checks import simulate
 from megafx.checks.divergence import Divergence, first_divergence, first_nan
@@ -215,6 +216,7 @@ class _Trial:
         return f"{', '.join(has[:3])}{more}" + (f"; the first is {first}" if first else "")
 
 
+@flex_on_cpu()
 def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxis | None = None) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process; data: of
     so many groups of them, each with its part of the batch.
@@ -326,6 +328,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
     return verdict
 
 
+@flex_on_cpu()
 def sabotage_call(call: ExampleCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 

@@ -114,7 +114,7 @@ class LeftFunction:
             finally:
                 self.busy = False
 
-        return _calling(called, self.code)
+        return calling(called, self.code)
 
     def refuse(self, found: str) -> NotAlone:
         error = NotAlone(f"the function {self.code.co_qualname} {found}", fix="leave its module eager")
@@ -148,7 +148,7 @@ class LeftFunction:
         return as_node(call, tensors)
 
 
-def _calling(target: Callable[..., Any], code: types.CodeType) -> types.CodeType:
+def calling(target: Callable[..., Any], code: types.CodeType) -> types.CodeType:
     """Code that calls `target` with its arguments, for functions with the same closure as those of `code`."""
     cells = code.co_freevars
     lines = [

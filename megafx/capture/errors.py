@@ -238,11 +238,6 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             f"forward stores a tensor in the module: {_first_line(message)}",
             "register it as a buffer (register_buffer) and change it in place, or return it",
         )
-    if "FlexAttention" in message and "CPU" in message:
-        return (
-            "FlexAttention has no backward on a CPU in torch",
-            "put the model and its inputs on a GPU, or call scaled_dot_product_attention with a mask",
-        )
     if name == "TypeError" and "forward()" in message:
         return f"the call does not fit the model: {_first_line(message)}", "give forward the arguments that it takes"
     if _LEAF in message:

@@ -43,6 +43,7 @@ from megafx.capture.conversions import MATH, functions_with, imported_by_name, l
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
 from megafx.capture.errors import NESTING, packing
+from megafx.capture.flex import as_written, flex_replacements
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -248,6 +249,9 @@ def replacements(
     for left in functions:
         for each_of in left.functions():
             table.append(Replacement(each_of, "__code__", functools.partial(_code_of, left, each_of), why))
+
+    why = "FlexAttention's functions of elements are read as ops of whole tensors"
+    table += [Replacement(*line, why) for line in flex_replacements(note)]
 
     why = "whether a compiler is at work: the user's own code does in a graph what it does in eager mode"
     table += [Replacement(torch.compiler.is_compiling, "__code__", lambda old: _is_compiling.__code__, why)]
@@ -581,7 +585,7 @@ def prepared(
             table = replacements(
                 model, note, left, draws, reads, hooks, left_functions(functions, probes), converting, layers
             )
-            with replaced(table), following(draws if dropping else None):
+            with replaced(table), as_written(), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:

@@ -13,6 +13,9 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "<name> calls <_> of an element, which megafx does": "equivalence/test_flex_attention.py",
+    "a BlockMask that was made from a table of blocks,": "equivalence/test_flex_attention.py",
+    "forward reads '<name>' of a BlockMask, whose tabl": "equivalence/test_flex_attention.py",
     "forward asks whether a tensor was made in inferen": "loop/situations/loop_state_held.py",
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
     "<what> cannot cut the <of>: <what>, which would s": "loop/situations/loop_data_parallel.py",
@@ -90,7 +93,6 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<what> not finite<which>",
     ],
     "the machine, files or packages of a job, which a test cannot change": [
-        "FlexAttention has no backward on a CPU in torch",
         "the model does not fit into <room>: the least tha",
         "<call> of a model whose weights are on several r",
         "a Hugging Face model needs transformers",
