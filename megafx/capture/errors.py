@@ -280,6 +280,19 @@ def called_part(error: BaseException, model: nn.Module) -> str:
     return found
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise CaptureError where a module is one of TorchScript."""
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if found:
+        path, module = found[0]
+        raise CaptureError(
+            f"the module is a {type(module).__name__} of torch.jit: it has no Python code that could be captured",
+            module=path,
+            fix="use the Python module that it was made from; one whose parameters all have requires_grad_(False) may stay, if "
+            "it is no submodule but in a list: self.teacher = [scripted]",
+        )
+
+
 # -- quantised weights
 
 _MAKERS = "bitsandbytes torchao hqq auto_gptq gptqmodel awq quanto optimum compressed_tensors"

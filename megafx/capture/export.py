@@ -32,7 +32,7 @@ from megafx.analysis.tables import read_table
 from megafx.capture.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.eager_parts import CallValues
-from megafx.capture.errors import refuse_quantised, translate, unsupported_leaf
+from megafx.capture.errors import refuse_quantised, refuse_scripted, translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.huggingface import part_group, sequence_group
@@ -107,6 +107,7 @@ def capture_call(
     for name, value in leaves:
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
             raise unsupported_leaf(name, value)
+    refuse_scripted(model)
     refuse_quantised(model)
     refuse_lazy(model)
     module = model.get_submodule(part)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megafx.capture.code_names import chains, codes
 from megafx.errors import CaptureError
 from megafx.ir.source_lines import current_user_line
+from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
@@ -296,3 +297,43 @@ def _gradients(output: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Te
     grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
     found = torch.autograd.grad(results, into, grads, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)]
+
+
+# -- functions of TorchScript
+
+
+def op_by_op(old: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of one, not optimised."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not in_eager_code():
+            _refuse_hidden_gradients(self)
+        self._debug_flush_compilation_cache()
+        try:
+            with torch.jit.optimized_execution(False):
+                return old(self, *args, **kwargs)
+        finally:
+            self._debug_flush_compilation_cache()
+
+    return call
+
+
+def _refuse_hidden_gradients(scripted: Any) -> None:
+    """Raise where a trace would not see which gradients there are."""
+    if _GRAD_MODE in str(scripted.inlined_graph):
+        raise CaptureError(
+            f"'{scripted.name}' of torch.jit.script switches gradients off or on inside, of which a trace learns nothing",
+            source=current_user_line(),
+            fix="call the Python function that it was made from, or use x.detach() in it",
+        )
+    owner = scripted.owner if isinstance(scripted, torch._C.ScriptMethod) else None
+    if owner is not None and any(p.requires_grad for p in torch.jit._recursive.wrap_cpp_module(owner).parameters()):
+        raise CaptureError(
+            "a module of torch.jit that is no submodule of the model has parameters that are trained",
+            source=current_user_line(),
+            fix="register the Python module that it was made from as a submodule, or freeze it: p.requires_grad_(False) for "
+            "each of its parameters",
+        )
+
+
+_GRAD_MODE = "grad_mode"

@@ -51,6 +51,7 @@ from megafx.capture.functions import (
     Regions,
     checkpointing_of_capture,
     classes_bound_early,
+    op_by_op,
 )
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
@@ -237,6 +238,9 @@ def replacements(
 
     why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
     table += [Replacement(batchnorm._BatchNorm, "forward", _cumulative, why)]
+
+    why = "TorchScript differentiates by itself what it has optimised: a trace would find results without a gradient"
+    table += [Replacement(kind, "__call__", op_by_op, why) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
 
     why = "export knows no inference mode: what is computed in it is a constant to autograd"
     table += [Replacement(torch.inference_mode, name, _inference_mode, why) for name in ("__enter__", "__exit__")]

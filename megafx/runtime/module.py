@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megafx.capture.errors import refuse_quantised
+from megafx.capture.errors import refuse_quantised, refuse_scripted
 from megafx.capture.export import refuse_lazy
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
@@ -228,6 +228,7 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
     if (inner := next((n for n, m in model.named_modules() if RUNTIME in vars(m)), None)) is not None:
         fix = "parallelize the whole model alone, before its parts, or leave the outer module as it is"
         raise UsageError(f"the model's submodule '{inner}' is parallelized already", fix=fix)
+    refuse_scripted(model)
     refuse_quantised(model, runtime.t)
     refuse_lazy(model)
     if runtime.mesh is not None:
