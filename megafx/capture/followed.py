@@ -168,6 +168,9 @@ class _OutsideWrites(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], _as_numbers(args[1], args[0].shape, name == "__setitem__"), *args[2:])
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, GrowingList):  # torch reads lists past what their class overrides
+                iter(each)
         if kwargs and len(args) > 1:
             args, kwargs = scaled(name, args, kwargs)
         if (made := made_of_counted(name, args, kwargs or {})) is not None:

@@ -9,11 +9,13 @@ cannot leave behind is an error.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,7 @@ from megafx.capture.host_numbers import HostNumber
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import register_dataclasses
-from megafx.ir.holders import OrderOf
+from megafx.ir.holders import MembersOf, OrderOf
 from megafx.ir.python_state import (
     ABSENT,
     NAMESPACES,
@@ -42,7 +44,7 @@ from megafx.ir.python_state import (
     put_items,
     same,
 )
-from megafx.ir.source_lines import is_user_file
+from megafx.ir.source_lines import current_user_line, is_user_file
 
 
 @dataclass(eq=False)
@@ -247,8 +249,10 @@ class Writes:
                 yield Place(place.holder, place.key, place.name, line, place.within), [*value], True
             else:
                 raise self._unfollowed(place, value)
-        elif value != old:
+        elif (members := _members(value)) is None and value != old:
             raise self._unfollowed(place, value)
+        elif members != old:
+            yield Place(MembersOf(place), "members", f"members of {place.name}", line), members, False
 
     def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Any]]:
         key = id(place.holder), place.key
@@ -273,6 +277,8 @@ class Writes:
                 left.append(leaf)
             elif compute is not None:
                 given.append((compute,))
+            elif isinstance(leaf, (set, frozenset)) and (members := _members(leaf)) is not None:
+                given.append((functools.partial(type(leaf), members),))
             elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):
                 given.append((_constant(leaf),))
                 is_counter = isinstance(leaf, NUMBERS) and not isinstance(leaf, bool) and not grows
@@ -371,6 +377,15 @@ def _instance(value: Any) -> Any:
     return value
 
 
+def _members(value: set[Any] | frozenset[Any]) -> frozenset[Any] | None:
+    """Those of a set as a graph leaves them behind: plain values, and tuples of them; None where there are others."""
+    leaves, spec = pytree.tree_flatten([*value])
+    leaves = [int(leaf) if isinstance(leaf, torch.SymInt) else leaf for leaf in leaves]  # this graph's sizes are fixed
+    if not all(isinstance(leaf, (*PLAIN, Enum)) for leaf in leaves):
+        return None
+    return frozenset(pytree.tree_unflatten(leaves, spec))
+
+
 def _constant(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -456,8 +471,12 @@ def watched(value: Any) -> Any:
     return new
 
 
+def _added_to(self: GrowingList, other: list[Any]) -> list[Any]:
+    return [*other, *self]
+
+
 def _reads_list(name: str) -> Callable[..., Any]:
-    plain = getattr(list, name)
+    plain = getattr(list, name, _added_to)  # __radd__, which lists leave to each other
 
     def method(self: GrowingList, *args: Any) -> Any:
         if self.cleared:
@@ -466,6 +485,25 @@ def _reads_list(name: str) -> Callable[..., Any]:
             f"forward extends the list '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
             source=self.place.line,
             fix="keep what later calls read in tensors (a buffer, an attribute), or read the list outside of forward",
+        )
+
+    return method
+
+
+def _rearranges(name: str) -> Callable[..., Any]:
+    plain = getattr(list, name, None)
+
+    def method(self: GrowingList, *args: Any) -> Any:
+        if plain is not None and self.cleared:
+            return plain(self, *args)
+        if args and args[0] == slice(None) and name in ("__setitem__", "__delitem__"):
+            self.clear()
+            return self.extend(*args[1:] or ((),))
+        raise CaptureError(
+            f"forward changes what earlier calls left in the list '{self.place.name}', or puts items elsewhere than at its end "
+            f"({name})",
+            source=current_user_line() or self.place.line,
+            fix="append to it in forward, and do the rest outside; or set the attribute to another list",
         )
 
     return method
@@ -491,9 +529,15 @@ def _reads_dict(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "index", "count", "pop", "remove"):
+_READS = "__getitem__ __iter__ __len__ __contains__ __reversed__ __add__ __radd__ __mul__ __rmul__ __eq__ __repr__"
+_REARRANGES = "__setitem__ __delitem__ __imul__ insert pop remove reverse sort appendleft extendleft popleft rotate"
+for _name in (*_READS.split(), "copy", "index", "count"):
     setattr(GrowingList, _name, _reads_list(_name))
+for _name in _REARRANGES.split():
+    setattr(GrowingList, _name, _rearranges(_name))
 for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault", "__delitem__"):
     setattr(WatchedDict, _name, _reads_item(_name))
-for _name in ("__iter__", "__len__", "__reversed__", "keys", "values", "items", "copy", "popitem", "__eq__"):
+for _name in ("__iter__", "__len__", "__reversed__", "__eq__", "__or__", "__ror__", "__repr__"):
+    setattr(WatchedDict, _name, _reads_dict(_name))
+for _name in ("keys", "values", "items", "copy", "popitem"):
     setattr(WatchedDict, _name, _reads_dict(_name))

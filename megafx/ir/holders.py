@@ -51,6 +51,23 @@ class OrderOf:
         put_items(self.place.get(), {key: items[key] for key in new})
 
 
+@dataclass(eq=False)
+class MembersOf:
+    """What is in the set at a place."""
+
+    place: Place
+
+    @property
+    def members(self) -> frozenset[Any]:
+        return frozenset(self.place.get())
+
+    @members.setter
+    def members(self, new: frozenset[Any]) -> None:
+        held = self.place.get()
+        held.clear()
+        held.update(new)
+
+
 @dataclass(unsafe_hash=True)
 class Current:
     """What a context variable holds."""

@@ -110,7 +110,7 @@ class Place:
             kind = next((kind for kind in (dict, *SEQUENCES) if isinstance(holder, kind)), None)
             if kind is None:
                 return getattr(holder, self.key, ABSENT)
-            return kind.__getitem__(holder, self.key)
+            return item(holder, self.key) if kind is dict else kind.__getitem__(holder, self.key)
         except (KeyError, IndexError, TypeError):  # the last where a list is now in place of a dict
             return ABSENT
         except ValueError:
@@ -128,6 +128,11 @@ class Place:
             kind.__setitem__(holder, self.key, value)
         elif isinstance(holder, dict):
             (OrderedDict if kind is OrderedDict else dict).pop(holder, self.key, None)
+
+
+def item(holder: dict[Any, Any], key: Any) -> Any:
+    """An item, ABSENT where there is none: a defaultdict or Counter would make it, even by dict.__getitem__."""
+    return dict.get(holder, key, ABSENT)
 
 
 @dataclass(frozen=True)
@@ -337,6 +342,7 @@ class PythonState:
     def _bind(self) -> None:
         """Lay out what `holds` compares."""
         self._in_dicts, self._in_sequences = _Items(dict.__getitem__), _Items(getitem)
+        self._in_defaults = _Items(item)
         self._objects: list[tuple[Any, str, Any]] = []
         self._absent: tuple[list[Any], list[Any]] = ([], [])
         self._containers: list[Any] = []
@@ -347,6 +353,7 @@ class PythonState:
             self._add(place.container(), place.key, place.get(), wanted, place.is_item)
         self._in_dicts.close()
         self._in_sequences.close()
+        self._in_defaults.close()
         self._lengths = [*map(len, self._containers)]
         functions = {id(f): (place, f) for place, wanted in self.guards if (f := _function(wanted)) is not None}
         self._functions = [*functions.values()]
@@ -363,6 +370,8 @@ class PythonState:
         elif value is ABSENT:
             self._absent[0].append(holder)
             self._absent[1].append(key)
+        elif hasattr(type(holder), "__missing__"):
+            self._in_defaults.add(holder, key, value)
         else:
             (self._in_dicts if isinstance(holder, dict) else self._in_sequences).add(holder, key, value)
         if isinstance(value, BUFFERS):
@@ -395,6 +404,7 @@ class PythonState:
             return (
                 self._in_dicts.are_the_same()
                 and self._in_sequences.are_the_same()
+                and self._in_defaults.are_the_same()
                 and ([*map(len, self._without)] == self._sizes or self._still_absent())
                 and all([(now := getattr(o, k, ABSENT)) is v or same(now, v) for o, k, v in self._objects])
                 and [*map(len, self._containers)] == self._lengths

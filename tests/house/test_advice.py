@@ -33,6 +33,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a call within a TorchFunctionMode (<__qualname__>": "loop/situations/loop_transforms.py",
     "argument <name> is a sparse tensor (<layout>), wh": "loop/situations/loop_packing.py",
     "tensors are nested (torch.nested): the data of th": "loop/situations/loop_packing.py",
+    "forward changes what earlier calls left in the li": "loop/situations/loop_state_containers.py",
     "'<name>' of torch.jit.script switches gradients o": "loop/situations/loop_torchscript.py",
     "a module of torch.jit that is no submodule of the": "loop/situations/loop_torchscript.py",
     "the module is a <__name__> of torch.jit: it has n": "loop/situations/loop_torchscript.py",

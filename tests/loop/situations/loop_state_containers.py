@@ -1,0 +1,165 @@
+"""Sets, dicts with defaults, lists and deques that forward changes and reads."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loop import Loop, situation
+from torch import Tensor, nn
+
+from megafx.errors import CaptureError
+
+SEEN = "https://github.com/pytorch/pytorch/issues/112090"
+HISTORY = "https://github.com/NVIDIA/Megatron-LM/issues/1652"
+Use = Callable[[Any, Any, Tensor], None]
+
+
+class Keeps(nn.Module):
+    """use(model, container, output) runs in forward."""
+
+    def __init__(self, container: Any, use: Use) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 6)
+        self.container, self.use, self.number = container, use, 1.0
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        self.use(self, self.container, y)
+        return y * self.number
+
+
+def _train(loop: Loop, model: nn.Module, rows: tuple[int, ...] = (4, 4, 4)) -> None:
+    for step, count in enumerate(rows):
+        torch.manual_seed(step)
+        loss = model(torch.randn(count, 7)).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+def _first_of_its_shape(model: Any, seen: set[Any], y: Tensor) -> None:
+    model.number = 1.0 if tuple(y.shape) in seen else 2.0
+    seen.add(tuple(y.shape))
+
+
+def _taken(model: Any, left: set[Any], y: Tensor) -> None:
+    model.number = float(left.pop() if left else 0)
+
+
+def _updated(model: Any, seen: set[Any], y: Tensor) -> None:
+    seen.update(range(y.shape[0]))
+    seen.discard(2)
+    model.number = len(seen) / 4
+    model.last = {y.shape[0]} | getattr(model, "last", set())
+
+
+@situation(SEEN)
+def sets_that_forward_changes(loop: Loop) -> None:
+    uses: list[tuple[Use, set[Any]]] = [(_first_of_its_shape, set()), (_taken, {1, 2, 3}), (_updated, {100})]
+    for use, start in uses:
+        torch.manual_seed(0)
+        model = loop.model(Keeps(start, use))
+        _train(loop, model, (4, 4, 5, 4, 5))
+        loop.see(left=sorted(model.container), same=model.container is start, last=sorted(getattr(model, "last", ())))
+
+
+@situation(SEEN)
+def sets_that_forward_reads(loop: Loop) -> None:
+    def use(model: Any, on: Any, y: Tensor) -> None:
+        model.number = len(on) + sum(1 for name in model.container if name > "a")
+
+    model = loop.model(Keeps({"a"}, use))
+    _train(loop, model, (4,))
+    model.container.add("b")
+    _train(loop, model, (4,))
+    model.container = frozenset("xyz")
+    _train(loop, model, (4,))
+
+
+@situation(SEEN, slow=(2,))
+def dicts_with_defaults_get_no_keys_from_a_capture(loop: Loop) -> None:
+    def listed(model: Any, held: Any, y: Tensor) -> None:
+        model.number = len({**held}) + len(held | {"q": 1}) + ("step 1" in held)
+        held[f"step {model.step}"] = 1
+        model.step += 1
+
+    def counted(model: Any, held: Any, y: Tensor) -> None:
+        model.number = 1.0 + held.get("calls", 7)
+        held["calls"] += 1
+
+    def popped(model: Any, held: Any, y: Tensor) -> None:
+        model.number = float(held.pop("step", None) or 5)
+        held["step"] = model.step
+        model.step += 1
+
+    for use in (listed, counted, popped):
+        for container in (collections.defaultdict(int), collections.Counter[str]()):
+            torch.manual_seed(0)
+            model = loop.model(Keeps(container, use))
+            _train(loop, model)
+            loop.see(held=[*model.container.items()])
+
+
+@situation(HISTORY, slow=(2,))
+def lists_and_deques_are_extended_or_filled_anew(loop: Loop) -> None:
+    def filled(model: Any, held: Any, y: Tensor) -> None:
+        held[:] = [y.mean().detach(), y.sum().detach()]
+        model.number = len(held)
+
+    def emptied(model: Any, held: Any, y: Tensor) -> None:
+        del held[:]
+        held.append(y.mean().detach())
+
+    def replaced(model: Any, held: Any, y: Tensor) -> None:
+        model.container = [y.mean().detach(), *model.container[:2]]
+        model.total = torch.stack(model.container).sum()
+
+    def extended(model: Any, held: Any, y: Tensor) -> None:
+        held += [y.mean().detach(), y.shape[0]]
+
+    uses: list[tuple[Use, Any]] = [(filled, list), (emptied, list), (replaced, list)]
+    uses += [(extended, list), (extended, lambda: collections.deque(maxlen=3))]
+    for use, kind in uses:
+        torch.manual_seed(0)
+        model = loop.model(Keeps(kind(), use))
+        _train(loop, model)
+        loop.see(held=[*model.container], total=getattr(model, "total", None))
+
+
+@situation(HISTORY, ranks=(1,))
+def what_cannot_be_followed_in_a_list_is_named(loop: Loop) -> None:
+    """(in forward, what is refused). The advice: append in forward, and do the rest outside."""
+    mean = lambda y: y.mean().detach()  # noqa: E731
+    uses: dict[str, Use] = {
+        "insert": lambda model, held, y: held.insert(0, mean(y)),
+        "reverse": lambda model, held, y: (held.append(mean(y)), held.reverse()),
+        "__setitem__": lambda model, held, y: held.__setitem__(slice(0, 0), [mean(y)]),
+        "__delitem__": lambda model, held, y: (held.append(mean(y)), held.__delitem__(slice(None, -2))),
+        "__imul__": lambda model, held, y: (held.append(mean(y)), held.__imul__(2)),
+        "reads it": lambda model, held, y: (held.append(mean(y)), setattr(model, "total", torch.stack(held).sum())),
+        "and reads": lambda model, held, y: (held.append(mean(y)), setattr(model, "total", sum([mean(y)] + held))),  # noqa: RUF005
+        "appendleft": lambda model, held, y: held.appendleft(mean(y)),
+        "rotate": lambda model, held, y: (held.append(mean(y)), held.rotate()),
+    }
+    for what, use in uses.items():
+        container: Any = collections.deque(maxlen=3) if what in ("appendleft", "rotate") else []
+        if not loop.eager:
+            with pytest.raises(
+                CaptureError, match=rf"(?s)'container'.*{re.escape(what)}.*loop_state_containers"
+            ) as error:
+                loop.model(Keeps(container, use))(torch.randn(4, 7))
+            assert not container and error.value.fix
+    torch.manual_seed(0)
+    model = loop.model(Keeps([], lambda model, held, y: held.append(mean(y))))
+    _train(loop, model)
+    model.container.reverse()
+    loop.see(total=torch.stack(model.container).sum(), first=model.container.pop(0))
+    _train(loop, model)
+    loop.see(held=model.container)
