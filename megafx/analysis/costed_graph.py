@@ -8,6 +8,7 @@ Times are microseconds and sizes bytes, of one rank at the workload that the pla
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 
 from megafx.analysis.communication import MOVES_TOKENS, exchanged_bytes
 from megafx.analysis.layers import Layers
-from megafx.analysis.prices import axes_of, exchange_seconds
+from megafx.analysis.prices import axes_of, exchange_seconds, products_in
 from megafx.ir.contracts import TRANSITION, ends_of, is_transition
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name
@@ -31,6 +32,7 @@ from megafx.planner.cost import (
     attention_seconds,
     collective_seconds,
     cost_kind,
+    grouped_seconds,
     in_pieces,
     memory_seconds,
     op_bytes,
@@ -222,12 +224,20 @@ class _Builder:
             cut = held if choice.out.is_shard and choice.out.dim == value.ndim - 1 else 1.0
             n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1])) * cut
             m, k = numel * held / max(n, 1), terms * part / held
+            groups = products_in(self.program, node)
+            if groups:
+                own = any(
+                    p.is_shard and p.dim == 0 for p in choice.ins
+                )  # each rank has some of the experts, with their rows
+                groups, m, k = (
+                    (max(round(groups * part), 1), m * part / held, k * held / part) if own else (groups, m, k)
+                )
+                m /= groups
             shapes = ((m, n, k), (m, k, n), (k, n, m))
             fp8, wgrad = node in self.planner.in_fp8, self.planner.config.fp8_wgrad
             dtypes = [(FLOAT8, 1) if fp8 and each else (dtype, itemsize) for each in (True, True, wgrad)]
-            once, back, weight = (
-                product_seconds(*shape, *of, hardware) for shape, of in zip(shapes, dtypes, strict=True)
-            )
+            price = functools.partial(grouped_seconds, groups) if groups else product_seconds
+            once, back, weight = (price(*shape, *of, hardware) for shape, of in zip(shapes, dtypes, strict=True))
             return flops, (once, back, weight) if has_weight else (once, back + weight, 0.0)
         if kind == ATTENTION:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))

@@ -24,6 +24,7 @@ from megafx.planner.cost import (
     attention_seconds,
     collective_bytes,
     cost_kind,
+    grouped_seconds,
     library_seconds,
     matmul_seconds,
     memory_seconds,
@@ -65,8 +66,12 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     terms = _terms(program, node, name, operands) if kind in (MATMUL, ATTENTION) else 0
     if node.target is scaled_mm:
         dtype, factor = FLOAT8, operands[0]
-    if kind == MATMUL and made.ndim and (facts_of(node.target).terms is None or dtype == FLOAT8):
+    groups = products_in(program, node)
+    if kind == MATMUL and made.ndim and (groups or facts_of(node.target).terms is None or dtype == FLOAT8):
         n = max(_workload(program, made.shape[-1]), 1)
+        if groups:
+            m = program.sizes.numel(made) / n / groups
+            return grouped_seconds(groups, m, n, terms, dtype, factor.element_size(), hardware)
         return product_seconds(program.sizes.numel(made) / n, n, terms, dtype, factor.element_size(), hardware)
     flops = op_flops(name, program.sizes.numel(made), terms)
     if kind == ATTENTION:
@@ -75,6 +80,13 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     moved = op_bytes(name, bytes_of(program, node), [*map(program.sizes.bytes, operands)])
     once = max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
     return once + (hardware.kernel_seconds if moved else 0.0)
+
+
+def products_in(program: Program, node: fx.Node) -> int:
+    """How many products a grouped one does, one for each expert; 0: it is none."""
+    at = facts_of(node.target).groups
+    weights: Any = None if at is None else node.args[at]
+    return 0 if weights is None else _workload(program, weights.meta[VAL].shape[0])
 
 
 def copies(node: fx.Node) -> bool:

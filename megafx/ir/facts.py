@@ -58,6 +58,7 @@ class OpFacts:
     samples     arguments of calls on small tensors (`real`, `fixed`, `ids`, `mask` below)
     cost        MATMUL or ATTENTION, of which arithmetic counts; FREE: moves no memory; else each operand is read once
     terms       of a MATMUL, where the rule does not tell: shapes of its arguments -> terms summed for an element of the result
+    groups      of a MATMUL of many products: the number of the argument whose first dim counts them
     types       'S1, R -> R': what ranks hold of the tensor operands, and of the results ('; ' between them): R, P. S0, S1,
                 S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same operands
                 made on each rank, and, as an operand, gathered
@@ -76,6 +77,7 @@ class OpFacts:
     samples: Sequence[tuple[Any, ...]] = ()
     cost: str = ""
     terms: Callable[..., int] | None = None
+    groups: int | None = None
     localize: Localized | None = None
     types: str = ""
     outer: str | Callable[[Any], str] | None = None

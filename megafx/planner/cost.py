@@ -264,6 +264,22 @@ def product_seconds(m: float, n: float, k: float, dtype: str, itemsize: int, har
     return hardware.kernel_seconds + max(flops / product_rate(m, n, k, dtype, hardware), moved)
 
 
+# How much longer groups of a grouped product take than products of their shape, by the FLOPs of a group: the line through these
+# two in log FLOPs, and level beyond them. Measured: steps of benchmarks/expert_parallel.py, H100, 2026-11-27 (RESULTS.md: 62.2,
+# 73.6 and 67.4 ms; groups of 1.6e9 to 6.4e9), and of benchmarks/grouped_experts.py --experts 8, H200, 2026-11-22 (10.33 ms;
+# groups of 7e10 and 1.4e11). Steps, not kernels: what they take more than the model says counts as the products'.
+GROUPED = ((3e9, 2.1), (1e11, 1.1))
+
+
+def grouped_seconds(groups: int, m: float, n: float, k: float, dtype: str, itemsize: int, hardware: Hardware) -> float:
+    """Seconds of so many products [m, k] @ [k, n] in one kernel; m, n, k: those of one group."""
+    (few, slow), (many, fast) = GROUPED
+    at = math.log(max(2.0 * m * n * k, 1.0) / few) / math.log(many / few)
+    slower = slow + min(max(at, 0.0), 1.0) * (fast - slow)
+    each = product_seconds(m, n, k, dtype, itemsize, hardware) - hardware.kernel_seconds
+    return hardware.kernel_seconds + slower * groups * each
+
+
 def product_rate(m: float, n: float, k: float, dtype: str, hardware: Hardware) -> float:
     """FLOP/s. Shapes are measured in bfloat16; another dtype is scaled by the ratio of the large-product rates."""
     rows = tuple(tuple(row) for row in hardware.products)

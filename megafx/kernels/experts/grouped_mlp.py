@@ -243,6 +243,7 @@ define_op(
     cost=MATMUL,
     # the last product's, and a share of the first ones'
     terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],
+    groups=4,
     experts="e",
     samples=[
         (real(6, 4), *_ENDS, [real(4, 4, 6)], real(4, 3, 2), None, [], [], _GATED),
@@ -256,6 +257,10 @@ define_op(
     "Tensor[] rows, str unit, bool biased) -> Tensor[]",
     rule=_backward_rule,
     outer=lambda call: _backward_text(call, "s"),
+    cost=MATMUL,
+    # of x's gradient: the first products once more and both of their gradients, and the last one's two
+    terms=lambda grad, x, starts, ends, ups, down, *_: 3 * sum(up[2] for up in ups) + 2 * down[1] * down[2] // x[1],
+    groups=5,
     samples=[
         (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 3)] * 2, real(4, 3, 2), [real(4, 3)], [real(6, 1)], _BIASED, True),
         (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 6)], real(4, 3, 2), [], [], _GATED, False),

@@ -85,6 +85,7 @@ define_op(
     outer_if=("ends", "group_ends"),
     samples=[(real(6, 4), real(4, 4, 6), ids(7, 4))],
     cost=MATMUL,
+    groups=1,
     reference=grouped_mm,
     fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]),
 )
@@ -94,6 +95,9 @@ define_op(
     outer="lin: s k, s n, * -> e! k n",
     outer_if=("ends", "group_ends"),
     samples=[(real(6, 4), real(6, 6), ids(7, 4))],
+    cost=MATMUL,
+    terms=lambda x, grad, ends: x[0] // ends[0],  # of an expert's rows, which are an equal share
+    groups=2,
     reference=grouped_mm_weight,
     fake=lambda x, grad, ends: x.new_empty(ends.shape[0], x.shape[1], grad.shape[1]),
 )

@@ -1,0 +1,66 @@
+"""Covers: analysis/prices.py, analysis/costed_graph.py: seconds of grouped products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megafx
+from megafx.analysis.prices import seconds
+from megafx.api import _compiled
+from megafx.example_call import ExampleCall
+from megafx.planner.cost import grouped_seconds
+from megafx.planner.hardware import Hardware
+from tests.support.sorted_mixtures import EXPERTS, FFN, HIDDEN, TOP, Model, a_call, as_transformers
+
+H100 = Hardware.load("h100-nvlink")
+ROWS = 4 * 5 * TOP // EXPERTS  # an expert's equal share
+
+
+def compiled(t: int, **options: Any) -> Any:
+    options |= {"tensor_model_parallel_size": t, "hardware": "h100-nvlink"}
+    return _compiled(
+        ExampleCall.of(
+            Model(as_transformers).to(torch.bfloat16), megafx.Config(**options), (bf16(), {}), None, runs=False
+        )
+    )
+
+
+def bf16() -> tuple[torch.Tensor, ...]:
+    return tuple(x.to(torch.bfloat16) for x in a_call())
+
+
+def test_gradients_of_stacked_weights_are_products_and_not_copies() -> None:
+    """In the joint graph: of each stack forward, and backward that of rows and that of weights."""
+    made = compiled(1)
+    found = []
+    for name in ("grouped_mm", "grouped_mm_weight"):
+        nodes = made.program.graph.find_nodes(op="call_function", target=getattr(torch.ops.megafx, name).default)
+        found += [seconds(made.program, node, H100, 1) for node in nodes]
+    shapes = [(HIDDEN, 2 * FFN), (FFN, HIDDEN)]
+    want = [grouped_seconds(EXPERTS, ROWS, n, k, "bfloat16", 2, H100) for k, n in shapes]  # forward
+    want += [
+        grouped_seconds(EXPERTS, ROWS, k, n, "bfloat16", 2, H100) for k, n in shapes[1:]
+    ]  # the input's rows want none
+    want += [grouped_seconds(EXPERTS, k, n, ROWS, "bfloat16", 2, H100) for k, n in shapes]
+    assert sorted(found) == pytest.approx(sorted(want))
+
+
+@pytest.mark.parametrize("t,override", [(1, ""), (2, ""), (2, "expert")])
+def test_the_timeline_has_groups_of_a_rank(t: int, override: str) -> None:
+    """A rank's part of each expert's ffn, or some of the experts: of 5 on two ranks at most 3."""
+    options = {"overrides": {"layers.*.up": override, "layers.*.down": override}} if override else {}
+    model = Model(as_transformers).to(torch.bfloat16)
+    config = megafx.Config(tensor_model_parallel_size=t, hardware="h100-nvlink", **options)
+    report = megafx.explain(megafx.plan(model, config, example_inputs=bf16()))
+    found = [n.us for n in report.picture.nodes if n.label.startswith("grouped_")]
+    ffn = -(-FFN // t)
+    want = [
+        grouped_seconds(EXPERTS, ROWS, 2 * ffn, HIDDEN, "bfloat16", 2, H100),
+        grouped_seconds(EXPERTS, ROWS, HIDDEN, ffn, "bfloat16", 2, H100),
+    ]
+    if override:  # the op's price has its first products in the terms of the last
+        want = [grouped_seconds(3, ROWS, HIDDEN, FFN + HIDDEN * 2 * FFN // HIDDEN, "bfloat16", 2, H100)]
+    assert found == pytest.approx([round(1e6 * s, 3) for s in want])
