@@ -26,11 +26,14 @@ from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.program import fqn_of, source_of
 from megafx.kernels.common.op import direct
+from megafx.kernels.experts.dispatch_rows import ENDS
 from megafx.ops.axes import Mesh, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
 
 BARRIER = "the barrier of an exchange"
-CALLED_DIRECTLY: dict[Any, Any] = {direct(op): op for op in EXCHANGES}  # what `call_directly` makes of them
+# Exchanges by what `call_directly` makes of them, and by what starts them.
+CALLED_DIRECTLY: dict[Any, Any] = {direct(op): op for op in EXCHANGES} | {begin: op for op, (begin, _) in ENDS.items()}
+_WAITS = {end for _, end in ENDS.values()}
 
 
 def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
@@ -99,6 +102,9 @@ class _Meeting:
     def _change(self, node: fx.Node, rank: int) -> bool:
         called: Any = node.target
         target = CALLED_DIRECTLY.get(called, called)
+        if target in _WAITS:  # what the start gives here is there
+            node.target = lambda begun, *_: begun
+            return True
         if target not in {*CROSS_RANK, *EXCHANGES} or target is torch.ops._c10d_functional.wait_tensor.default:
             return False
 

@@ -60,6 +60,7 @@ from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.lower.schedule_offload import schedule_offload
+from megafx.passes.lower.start_exchanges import start_exchanges
 from megafx.passes.lower.write_padded_rows import write_padded_rows
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
@@ -161,6 +162,7 @@ RANK: tuple[PassFunction, ...] = (
     regather,
     pair_casts,
     overlap_products,
+    start_exchanges,
     fuse_maxima,
     write_padded_rows,
     reuse_buffers,

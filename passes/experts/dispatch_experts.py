@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from megafx.analysis.communication import exchanged_bytes
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name
@@ -39,6 +40,7 @@ from megafx.placements.data_axis import EXPERT_AXIS
 from megafx.placements.types import Layout, R, experts_held
 from megafx.planner.context import Planner
 from megafx.rules.families import VIEWS
+from megafx.units import bytes_text
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "dispatch_experts"
@@ -256,7 +258,13 @@ class _Mixture:
         for node in self.moved:
             self._leave(node)
         self.program.graph.eliminate_dead_code()
-        what = f"{experts} experts of '{fqn_of(self.products[0])}' are shared out over {ranks} ranks: {here} a rank"
+        sizes, sent = self.program.sizes, sum(exchanged_bytes(self.program, n, ranks) for n in self.arrived.values())
+        of = sizes.workload(sizes.of(self.places.meta[VAL].shape[1]))
+        rows = round(of * (1 - (1 - 1 / ranks) ** choices) * (ranks - 1))
+        what = (
+            f"{experts} experts of '{fqn_of(self.products[0])}' are shared out over {ranks} ranks: {here} a rank. Where "
+            f"choices fall anywhere, a rank sends {rows} rows for its {of} tokens ({bytes_text(sent)}) each way"
+        )
         self.program.note("experts", what, self.made[self.products[0]])
 
     def _ways(self, entries: bool) -> tuple[Any, ...]:

@@ -83,27 +83,49 @@ def received_rows(
     return (arrived + before[of_rank] * choices)[of_row.argsort(stable=True)]
 
 
-def dispatch_rows(
+def begin_dispatch(
     x: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
 ) -> Tensor:
+    """-> the tokens that arrive, on their way: for `end_dispatch` to wait for, with the same arguments."""
     _, sent, _, received = sizes.tolist()
     tokens = x.view(-1, choices, *x.shape[1:]) if entries else x
-    arrived = _exchanged(tokens[_tokens_sent(places, sizes)], received, sent, axis)
+    return _started(tokens[_tokens_sent(places, sizes)], received, sent, axis)
+
+
+def end_dispatch(
+    begun: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
+) -> Tensor:
+    arrived = _waited_for(begun, sizes)
     return arrived.flatten(0, 1)[rows] if entries else arrived[rows // choices]
 
 
-def combine_rows(
+def dispatch_rows(x: Tensor, *way: Any) -> Tensor:
+    return end_dispatch(begin_dispatch(x, *way), *way)
+
+
+def begin_combine(
     y: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
 ) -> Tensor:
+    """-> the sums that come home, on their way: for `end_combine` to wait for, with the same arguments."""
     _, sent, _, received = sizes.tolist()
-    arrived, there = sum(received), _there(places, sizes)
+    arrived = sum(received)
     if entries:
         back = y.new_zeros(arrived * choices, *y.shape[1:]).index_copy_(0, rows, y).view(arrived, choices, *y.shape[1:])
     else:
         table = rows.new_full((arrived * choices,), -1).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
         back = _sum(y, table.view(arrived, choices))
-    home = _sum(_exchanged(back, sent, received, axis), there)
+    return _started(back, sent, received, axis)
+
+
+def end_combine(
+    begun: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
+) -> Tensor:
+    home = _sum(_waited_for(begun, sizes), _there(places, sizes))
     return home.flatten(0, 1) if entries else home
+
+
+def combine_rows(y: Tensor, *way: Any) -> Tensor:
+    return end_combine(begin_combine(y, *way), *way)
 
 
 def _there(places: Tensor, sizes: Tensor) -> Tensor:
@@ -121,11 +143,19 @@ def _tokens_sent(places: Tensor, sizes: Tensor) -> Tensor:
     return found.scatter_(0, torch.where(there < 0, count, there).flatten(), token.flatten())[:count]
 
 
-def _exchanged(x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor:
+def _started(x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor:
     if len(sent) == 1:
         return x
-    group = axis_context(axis).group_name
-    return c10d.wait_tensor.default(c10d.all_to_all_single.default(x.contiguous(), received, sent, group))
+    return c10d.all_to_all_single.default(x.contiguous(), received, sent, axis_context(axis).group_name)  # type: ignore[no-any-return]
+
+
+def _waited_for(x: Tensor, sizes: Tensor) -> Tensor:
+    return x if sizes.shape[1] == 1 else c10d.wait_tensor.default(x)
+
+
+def _exchanged(x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor:
+    found = _started(x, received, sent, axis)
+    return found if len(sent) == 1 else c10d.wait_tensor.default(found)
 
 
 # A way on one rank: four tokens of one choice, of two experts.
@@ -195,3 +225,8 @@ def _gradient(of: str) -> Any:
 
 define_gradient("dispatch_rows", _gradient("combine_rows"), _saves)
 define_gradient("combine_rows", _gradient("dispatch_rows"), _saves)
+# What starts each of them, and what waits for it (passes/lower/start_exchanges.py).
+ENDS: dict[Any, tuple[Any, Any]] = {
+    torch.ops.megafx.dispatch_rows.default: (begin_dispatch, end_dispatch),
+    torch.ops.megafx.combine_rows.default: (begin_combine, end_combine),
+}

@@ -5,6 +5,7 @@ Covers: passes/experts/dispatch_experts.py, passes/communicate/hold_experts.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
+from megafx.units import bytes_text
 
 MOVES = ("dispatch_rows", "combine_rows")
 
@@ -87,7 +89,15 @@ def test_a_token_travels_once_to_a_rank_and_comes_back_as_one_sum() -> None:
         shapes["layers.0.up"][0] == shapes["layers.0.bias"][0] == 3 and shapes["layers.0.router.weight"][0] == EXPERTS
     )
     assert held.batch is not None and held.batch.experts == ("layers.0.bias", "layers.0.down", "layers.0.up")
-    assert any("5 experts of 'layers.0' are shared out over 2 ranks: 3 a rank" in str(note) for note in held.notes)
+    (note,) = [
+        n.message for n in held.notes if "5 experts of 'layers.0' are shared out over 2 ranks: 3 a rank" in n.message
+    ]
+    found = re.search(r"a rank sends (\d+) rows for its (\d+) tokens \((.*)\) each way", note)
+    assert found is not None, note
+    # three quarters of the tokens have one of their two choices on the other rank; a row has its token and two weights
+    assert int(found[1]) == round(0.75 * int(found[2])) and found[3] == bytes_text(
+        int(0.75 * int(found[2]) * (HIDDEN + 2) * 8)
+    )
 
 
 class Penalised(Model):
