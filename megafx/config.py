@@ -154,8 +154,11 @@ class Config:
     merge_linears: bool = _option(
         True, "compute linears that read one value as one product: gate and up; queries, keys and values", fuses=True
     )
-    moe_grouped_gemm: bool = _option(
-        False, "compute experts that are called one by one, each on its own tokens, as grouped products", fuses=True
+    moe_grouped_gemm: bool | Literal["auto"] = _option(
+        "auto",
+        "compute experts that are called one by one, each on its own tokens, as grouped products; 'auto': where that is "
+        "modelled to be faster",
+        fuses=True,
     )
     recompute_activation_func: bool = _option(
         True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.nodes import is_zero
+from megafx.ir.nodes import behind, is_zero
 from megafx.ir.program import VAL, Builder, Program, ancestors, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.placements.types import Owned, Placement
@@ -196,7 +196,7 @@ def _separate_sum(program: Program, node: fx.Node, label: dict[fx.Node, str]) ->
 
     label: node -> key of its expert. Returns what the expert adds; None where there is nothing to rewrite.
     """
-    found = _rows_added(node)
+    found = rows_added(node)
     if found is None:
         return None
     out, y, make = found
@@ -216,7 +216,7 @@ def _separate_sum(program: Program, node: fx.Node, label: dict[fx.Node, str]) ->
     return own
 
 
-def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
+def rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
     """(what is added to, the rows that are added, the same op on zeros)."""
     arguments: Any = node.args
     if node.target in (aten.index_add.default, aten.scatter_add.default):
@@ -230,6 +230,8 @@ def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
     if values.target is not aten.add.Tensor or values.kwargs:
         return None
     for rows, y in (values.args[:2], values.args[1::-1]):  # index(out, indices) + y
+        if is_zero(out):  # placed in any way
+            rows = behind(rows, {torch.ops.megafx.transition.default})
         read = isinstance(rows, fx.Node) and rows.target is aten.index.Tensor and rows.args[0] is out
         if read and isinstance(y, fx.Node) and _same(list(rows.args[1]), list(indices)):
             return out, y, lambda build, zeros, y=y: build(aten.index_put.default, zeros, indices, y)  # type: ignore[misc]

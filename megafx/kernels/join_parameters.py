@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import real
+from megafx.ir.facts import FREE, real
 from megafx.kernels.common.op import define_op
 from megafx.rules.families import OpCall, Part, RuleText, dims
 
@@ -52,6 +52,7 @@ join_parameters = define_op(
     "join_parameters(Tensor[] parameters) -> Tensor",
     rule=_rule,
     samples=[([real(4, 6), real(2, 6)],)],
+    cost=FREE,  # the parameters lie in one memory
     reference=reference,
     fake=_fake,
 )
