@@ -260,10 +260,10 @@ class _Mixture:
         self.program.graph.eliminate_dead_code()
         sizes, sent = self.program.sizes, sum(exchanged_bytes(self.program, n, ranks) for n in self.arrived.values())
         of = sizes.workload(sizes.of(self.places.meta[VAL].shape[1]))
-        rows = round(of * (1 - (1 - 1 / ranks) ** choices) * (ranks - 1))
+        leave = round(of * (1 - (1 - 1 / ranks) ** choices) * (ranks - 1))
         what = (
             f"{experts} experts of '{fqn_of(self.products[0])}' are shared out over {ranks} ranks: {here} a rank. Where "
-            f"choices fall anywhere, a rank sends {rows} rows for its {of} tokens ({bytes_text(sent)}) each way"
+            f"choices fall anywhere, a rank sends {leave} rows for its {of} tokens ({bytes_text(sent)}) each way"
         )
         self.program.note("experts", what, self.made[self.products[0]])
 
