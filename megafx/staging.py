@@ -46,7 +46,7 @@ def several_stages(kind: Any) -> bool:
 
 def with_stages(config: Config, microbatches: int) -> Config:
     """The config that stages are compiled with. Raises ConfigError for options that do not go together with stages."""
-    for name, allowed in (("context_parallel_size", 1), ("cuda_graphs", False)):
+    for name, allowed in (("context_parallel_size", 1), ("expert_model_parallel_size", 1), ("cuda_graphs", False)):
         if getattr(config, name) not in (allowed, "auto"):
             what = f"{name}={getattr(config, name)!r} does not go together with a pipeline"
             raise ConfigError(what, fix=f"Config({name}={allowed}), or megafx.parallelize without stages")

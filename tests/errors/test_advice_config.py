@@ -298,6 +298,9 @@ def test_pipelines_without_ranks() -> None:
         make(microbatches=0)
     with refused("<name>=<name> does not go together with a pipeli"):
         make(cuda_graphs=True)
+    for size in ("context_parallel_size", "expert_model_parallel_size"):
+        with refused("<name>=<name> does not go together with a pipeli"):
+            make(**{size: 2}, data_parallel_size=2)
     with refused("activation_memory_budget='fit' would fit one micr"):
         make(activation_memory_budget="fit")
     with refused("a pipeline of tensor_model_parallel_size=<t> and"):

@@ -58,6 +58,22 @@ def test_rehearse(llama, tmp_path, capsys):
     assert main(["rehearse", str(llama), *options]) == 0
     assert capsys.readouterr().out.startswith("4 ranks: dp 2 x tp 2\n")
     assert json.loads(found.read_text())["classes"][0]["fits"] is True
+    options = [
+        "--pipeline-stages",
+        "2",
+        "--microbatches",
+        "4",
+        "--schedule",
+        "GPipe",
+        "--world",
+        "4",
+        "--json",
+        str(found),
+    ]
+    assert main(["rehearse", str(llama), *options]) == 0
+    assert "both ends of each message" in capsys.readouterr().out
+    data = json.loads(found.read_text())
+    assert data["mesh"] == {"pp": 2, "dp": 2, "tp": 1} and [c["alive"] for c in data["classes"]] == [4, 4]
     assert main(["rehearse", str(llama), "--tp", "2", "--world", "3"]) == 2
     assert "3 ranks are no multiple of the 2" in capsys.readouterr().err
 
