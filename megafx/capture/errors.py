@@ -223,6 +223,11 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             "pass example inputs whose batch and sequence sizes are at least 2 and differ from each other",
         )
     if (kind := _CLASS_OF_OUTPUT.search(message)) is not None:
+        if kind[1].endswith(("generator", "zip", "map", "filter", "enumerate", "reversed", "iterator")):
+            return (
+                f"forward returns a {kind[1]}: what it gives out is computed, or taken, after the call",
+                "return a list or a tuple of it (in place of `yield`: collect the values, and return them)",
+            )
         return (
             f"forward returns a {kind[1]}, whose parts a graph does not know",
             "return tensors in tuples, lists, dicts or dataclasses, or let torch know how to take the class apart: "

@@ -149,6 +149,10 @@ class Applied:
     def _call(self, cls: type[Function], args: tuple[Any, ...], plain: Callable[[], Any], enabled: bool) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *given = args
+            if enabled and not any(isinstance(x, Tensor) and x.requires_grad for x in given):  # nor has what it gives
+                checkpoint.check_backward_validity(given)
+                with torch.no_grad():
+                    return function(*given)
             with self.regions.enter():
                 return function(*given)
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]

@@ -196,9 +196,8 @@ def _operand(test: ast.expr, wanted: bool, place: Place) -> bool | None:
 
 
 # Files of torch that run as part of the user's model; the others are those that trace it.
-_OF_MODELS = tuple(
-    os.path.join(os.path.dirname(torch.__file__), name) for name in ("nn", "functional.py", "distributions")
-)
+_WHERE = "nn functional.py distributions utils/checkpoint.py"
+_OF_MODELS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in _WHERE.split())
 
 
 @dataclass(frozen=True)

@@ -328,3 +328,22 @@ def test_a_model_with_a_parallelized_part_and_a_class_of_its_own() -> None:
     with refused("forward returns a <kind>, whose parts a graph does not know"):
         megafx.parallelize(Parts(Own), ONE)(X)
     torch.testing.assert_close(megafx.parallelize(Parts(dict), ONE)(X)["out"], net()(X))
+
+
+def test_iterators_in_what_forward_returns() -> None:
+    class Yields(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            yield self.inner(x)
+            yield self.inner(2 * x)
+
+    class Collects(Yields):
+        def forward(self, x: torch.Tensor) -> Any:
+            return [*super().forward(x)]
+
+    with refused("forward returns a <kind>: what it gives out is"):
+        megafx.parallelize(Yields(), ONE)(X)
+    torch.testing.assert_close(megafx.parallelize(Collects(), ONE)(X), [net()(X), net()(2 * X)])

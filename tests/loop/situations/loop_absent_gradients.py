@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from loop import Loop, situation
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 UNUSED = "https://github.com/pytorch/pytorch/issues/40566"  # ranks whose forward does not use parameters
 DECAYED = "https://github.com/pytorch/pytorch/issues/150610"  # weight decay, and parameters without a gradient
@@ -221,3 +223,26 @@ def forward_enters_enable_grad_in_calls_without_gradients(loop: Loop) -> None:
         if outputs[0].grad_fn is not None:
             sum(y.square().mean() for y in outputs if y.requires_grad).backward()
     loop.see_gradients(model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:2]:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return self.blocks[2](x)  # type: ignore[no-any-return]  # of a ModuleList
+
+
+@situation("https://github.com/huggingface/transformers/issues/42947")
+def regions_of_the_old_checkpointing_whose_inputs_need_no_gradient(loop: Loop) -> None:
+    model = loop.model(Checkpointed())
+    for needs in (False, True):
+        model.zero_grad()
+        with pytest.warns(UserWarning, match="None of the inputs") if not needs else nullcontext():
+            loss = model(torch.randn(4, 8).requires_grad_(needs)).square().mean()
+        loss.backward()
+        loop.see(loss=loss, without=[n for n, p in model.named_parameters() if p.grad is None])
+        loop.see_gradients(model)
