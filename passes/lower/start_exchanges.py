@@ -21,7 +21,7 @@ from torch import fx
 
 from megafx.analysis.communication import COLLECTIVES, is_product, is_wait
 from megafx.ir.nodes import CASTS, COPIES, is_view, storage_of
-from megafx.ir.program import Phase, Program, copied_graph, graph_module
+from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module
 from megafx.kernels.experts.dispatch_rows import ENDS
 from megafx.planner.context import Planner
 
@@ -78,6 +78,9 @@ def _keeps_its_place(node: fx.Node) -> bool:
 
 
 def _is_of_python(node: fx.Node) -> bool:
+    """True of a tensor that no op has made."""
+    if not isinstance(node.meta.get(VAL), torch.Tensor):
+        return False
     made = storage_of(node)
     while made.target is operator.getitem:
         made = storage_of(made.args[0])  # type: ignore[arg-type]
