@@ -14,7 +14,7 @@ import megafx
 from megafx.checks.types import check_batch_types
 from megafx.config import Config
 from megafx.errors import PlacementError, PlanError
-from megafx.ir.nodes import set_arguments
+from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 
@@ -145,6 +145,54 @@ def test_tokens_may_meet_in_other_ways(kinds):
     with megafx.debug(check=1):
         verdict = megafx.verify(Mixed(*kinds).double(), example_inputs=call, mesh={"cp": 2}, **CHECKED)
     assert verdict, str(verdict)
+
+
+class Sunk(nn.Module):
+    """Scores of heads that take weight and give nothing: learned (GPT-OSS), or a softmax off by one."""
+
+    def __init__(self, learned: bool, window: int) -> None:
+        super().__init__()
+        self.learned, self.window = learned, window
+        self.tokens, self.qkv, self.sinks = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Parameter(torch.randn(4))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        q, k, v = (y.unflatten(-1, (4, 2)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        i = torch.arange(ids.shape[1], device=ids.device)
+        apart = i[:, None] - i[None]
+        scores = (q @ k.transpose(-1, -2)).masked_fill((apart < 0) | (apart >= self.window), float("-inf"))
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(ids.shape[0], -1, ids.shape[1], -1)
+        scores = torch.cat([scores, sinks], -1) if self.learned else F.pad(scores, (0, 1))
+        x = x + (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2)
+        return F.cross_entropy((x @ self.tokens.weight.t()).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_sinks_are_of_all_keys(learned):
+    """Each rank's queries see the sink once, however their keys come."""
+    for window, tokens, mesh in (
+        (99, 7, {"cp": 2}),
+        (3, 5, {"cp": 3}),
+        (99, 3, {"cp": 4}),
+        (99, 7, {"cp": 2, "tp": 2}),
+    ):
+        kept: list[Program] = []
+
+        def keep(program: Program, planner: Planner) -> int:
+            kept.append(program.copy())  # noqa: B023  called within the loop
+            return 0
+
+        config = Config(passes=(("after scaled_products", keep),))
+        torch.manual_seed(0)
+        verdict = megafx.verify(
+            Sunk(learned, window).double(), config, example_inputs=a_call(tokens), mesh=mesh, **CHECKED
+        )
+        assert verdict, str(verdict)
+        nodes = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention_forward.default)
+        assert len(nodes) == 1 and argument(nodes[0], "sink") is not None and argument(nodes[0], "shard_dim") == 2
+    alone = Config(context_parallel_size=2, tensor_model_parallel_size=1)
+    found = megafx.sabotage(Sunk(learned, 99).double(), alone, example_inputs=a_call(5))
+    assert found and len(found.tried) >= 8, str(found)
 
 
 class Cross(nn.Module):

@@ -96,7 +96,7 @@ def _on_cpu_forward(q, k, v, causal, scale):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def check_pieces(b, h, n, t, d, ranks):
+def check_pieces(b, h, n, t, d, ranks, sunk=False):
     """The library called for the parts of a rank's queries, against the reference; every rank of a sequence of t tokens."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     library = attention_pieces.CUDNN
@@ -104,19 +104,24 @@ def check_pieces(b, h, n, t, d, ranks):
         library = attention_pieces.Library(_on_cpu_forward, _on_cpu_backward)
     k, v = (torch.randn(b, t, n, d, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2))
     s = -(-t // ranks)
+    sink = torch.randn(h, device=DEVICE, dtype=dtype) + 3 if sunk else None
+    exact_sink = None if sink is None else sink.double()
     for rank in range(ranks):
         q, grad = (torch.randn(b, s, h, d, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2))
         options = (d**-0.5, True, 0, 0.0, 0, 0.0, 5, 2, (1, t, 1), "cp")
         with axes.on_mesh({"cp": axes.AxisContext(rank, ranks, "")}):
-            x = Inputs.of((q, k, v, *[None] * 5), options)
-            exact = Inputs.of((q.double(), k.double(), v.double(), *[None] * 5), options)
+            x = Inputs.of((q, k, v, None, None, None, sink, None), options)
+            exact = Inputs.of((q.double(), k.double(), v.double(), None, None, None, exact_sink, None), options)
             pieces = attention_pieces.pieces_of(x)
             held = sum(piece.length for piece in pieces)
             grad[:, :, held:] = 0  # of pads
             out, lse = attention_pieces.forward(x, pieces, library)
             found = [out, lse, *attention_pieces.backward(grad, x, out, lse, pieces, library)]
             wanted = [*attention_reference.forward(exact), *attention_reference.backward(grad.double(), exact)]
-        for name, a, w in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+            if sunk:
+                found.append(attention_sink_triton.sink_backward(grad, out, lse, sink))
+                wanted.append(attention_reference.sink_backward(grad.double(), *wanted[:2], exact_sink))
+        for name, a, w in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, wanted, strict=False):
             a, w = (y[:, :, :held] if name in ("out", "lse", "dq") else y for y in (a, w))
             error = float((a.double() - w).norm() / w.norm())
             assert error < LIMITS[dtype], (rank, name, error)
@@ -241,6 +246,7 @@ def main():
             check(b, h, 2, s, 70, 16, 16, p=0.4, causal=True, cut=(dim, layout))
     check_pieces(1, 2, 2, 400, 16, 3)  # 134, 134 and 132 queries with two pads
     check_pieces(2, 2, 2, 256, 64, 2)
+    check_pieces(1, 2, 2, 400, 16, 3, sunk=True)
     if DEVICE == "cuda":
         check_pieces(1, 8, 2, 4096, 128, 4)
     if DEVICE == "cuda":

@@ -182,7 +182,7 @@ def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 11) -> in
 def _is_own(args: Sequence[Any], options: int) -> bool:
     """Whether attention of some of the queries has what the library's kernels have not. args: of a backward op."""
     window, softcap, p = (args[options + at] for at in (2, 3, 5))
-    return any(x is not None for x in args[4:8]) or bool(window or softcap) or draws(p)
+    return any(x is not None for x in args[4:7]) or bool(window or softcap) or draws(p)
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:

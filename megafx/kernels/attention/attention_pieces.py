@@ -3,7 +3,8 @@
 A rank has few ranges of the queries (`Layout.pieces`). Those of a range [start, end) see the keys before it throughout, and
 its own causally: two calls of the library without a mask, joined by their log-sum-exp. The gradients of each call are the
 library's, given the joined output and statistic: that is all FlashAttention-2's backward reads of the other keys (Dao 2023,
-arXiv 2307.08691), as ring attention uses it (Liu 2023, arXiv 2310.01889). Keys behind the range cost nothing.
+arXiv 2307.08691), as ring attention uses it (Liu 2023, arXiv 2310.01889). Keys behind the range cost nothing. So it is with a
+sink: one more score, without a value, in the statistic; its own gradient is read off output and statistic (attention.py).
 
 On CUDA the library is cuDNN, where torch prefers it (measured, H100, 32k tokens: 2.1 times as fast as attention_triton.py).
 """
@@ -71,7 +72,7 @@ class Call(NamedTuple):
 
 def pieces_of(x: Inputs) -> list[Piece] | None:
     """The ranges of this rank's queries, where the library can take them; None: no such attention."""
-    extra = (x.mask, x.key_mask, x.segments, x.sink)
+    extra = (x.mask, x.key_mask, x.segments)
     if (
         any(y is not None for y in extra)
         or x.window
@@ -106,8 +107,10 @@ def forward(x: Inputs, pieces: Sequence[Piece], library: Library = CUDNN) -> tup
         lse.fill_(torch.inf)
     for at, calls in _calls(pieces):
         found = [library.forward(*_operands(x, call), call.causal, x.scale) for call in calls]
-        length = calls[0].length
-        _join(found, out.narrow(2, at, length), lse.narrow(2, at, length))
+        here = out.narrow(2, at, calls[0].length), lse.narrow(2, at, calls[0].length)
+        _join(found, *here)
+        if x.sink is not None:
+            _with_sink(*here, x.sink)
     return out, lse
 
 
@@ -128,6 +131,13 @@ def backward(
             for total, part, (start, length) in zip(made, found, ranges, strict=True):
                 total.narrow(2, start, length).add_(part)
     return made[0], made[1], made[2]
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """out [b, h, s, f], lse [b, h, s], in place; sink [h]."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    out.mul_((lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
 
 
 def _calls(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[Call]]]:
