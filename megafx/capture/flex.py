@@ -248,22 +248,27 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, score: _Score, mask: Tensor | No
     if bias is not None:
         for _ in range(4 - bias.dim()):
             bias = bias.unsqueeze(0)
-        bias = bias.to(q.dtype)
+        bias = bias.to(_wide(q))  # that of the scores
         mask = bias if mask is None else torch.where(mask, bias, -math.inf)
-    if score.outer is None:
+    if score.outer is None and (bias is None or bias.dtype == q.dtype):
         return F.scaled_dot_product_attention(q, k, v, mask, scale=score.inner, enable_gqa=grouped)
-    if score.outer <= 0:
+    cap = score.outer or 0.0
+    if cap < 0 or score.outer == 0:
         raise _Beyond
-    options: Any = (score.inner * score.outer, False, 0, score.outer, 0, 0.0, -1, -1, [], "tp")
+    options: Any = (score.inner * (cap or 1.0), False, 0, cap, 0, 0.0, -1, -1, [], "tp")
     found: Tensor = torch.ops.megafx.attention(q, k, v, mask, None, None, None, None, *options)
     return found
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _in_full(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Tensor | None, scale: float, pairs: _Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, log-sum-exps and largest scores, as torch's math_attention has them."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = _wide(q)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))

@@ -151,6 +151,25 @@ def test_functions_of_elements_are_attention_by_position(form: str) -> None:
     assert own or form in ("causal", "prefixes")  # the library's
 
 
+@pytest.mark.parametrize("slope", [0.37, 2])
+def test_a_bias_is_as_wide_as_the_scores(slope: float) -> None:
+    """Torch adds in fp32 to the scores of bf16; whole numbers too."""
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    attend = _masked(lambda net, d: causal, score=lambda net: lambda s, b, h, q, k: s + slope * (k - q))
+    torch.manual_seed(0)
+    config = Config(tensor_model_parallel_size=1, passes=(("after describe_masks", keep),))
+    verdict = megafx.verify(Flex(attend).bfloat16(), config, example_inputs=a_call(), tolerance=2e-2)
+    assert verdict, str(verdict)
+    nodes = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
+    assert [argument(node, "mask").meta["val"].dtype for node in nodes] == [torch.float32]
+    assert argument(nodes[0], "causal")
+
+
 def _gated(net: Flex, q: Tensor, k: Tensor, v: Tensor, d: Tensor) -> Tensor:
     return flex_attention(
         q,
