@@ -23,6 +23,7 @@ from megafx.capture.conversions import MATH, imported_by_name
 from megafx.capture.draws import LayerDraws, unrepeatable
 from megafx.capture.errors import NESTING
 from megafx.capture.export import capture_call
+from megafx.capture.flex import flex_replacements
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import LIBRARIES, Reads
@@ -73,8 +74,8 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     for library, names in ((math, MATH), (torch, LEFT_BY_CAPTURES)):
         lines += len(names) + len(imported_by_name(library, names, LIBRARIES))
     lines += len(replaced_in(nn.functional)) + 2  # flags of backends, and tensors of inference
-    lines += len(NESTING)
-    lines += 1  # calls without arguments
+    lines += len(NESTING) + len(flex_replacements(lambda text: None))
+    lines += 1 + 2  # calls without arguments; TorchScript's functions and methods
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
     before = [row.now() for row in rows]
