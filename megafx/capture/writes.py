@@ -20,6 +20,7 @@ from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
@@ -33,6 +34,7 @@ from megafx.ir.call_spec import register_dataclasses
 from megafx.ir.holders import MembersOf, OrderOf
 from megafx.ir.python_state import (
     ABSENT,
+    ARRAYS,
     NAMESPACES,
     NUMBERS,
     PLAIN,
@@ -143,6 +145,8 @@ class Writes:
 
     def _keep(self, value: Any) -> None:
         value = _mutable(value)
+        if isinstance(value, ARRAYS) and (value.nbytes if isinstance(value, np.ndarray) else len(value)) <= _COPIED:
+            self.containers.setdefault(id(value), (value, copy.copy(value)))
         if not isinstance(value, (dict, list, deque, set)) or id(value) in self.containers:
             return
         plain: Any = list.copy if isinstance(value, list) else items_of if isinstance(value, dict) else copy.copy
@@ -249,6 +253,9 @@ class Writes:
                 yield Place(place.holder, place.key, place.name, line, place.within), [*value], True
             else:
                 raise self._unfollowed(place, value)
+        elif isinstance(value, ARRAYS):
+            if not same(value, old):
+                raise self._unfollowed(place, value)
         elif (members := _members(value)) is None and value != old:
             raise self._unfollowed(place, value)
         elif members != old:
@@ -299,6 +306,11 @@ class Writes:
             if isinstance(container, dict):
                 put_items(container, old)
                 continue
+            if isinstance(container, ARRAYS):
+                if not same(container, old):
+                    everything: Any = ... if isinstance(container, np.ndarray) else slice(None)
+                    container[everything] = old
+                continue
             container.clear()
             container.extend(old) if isinstance(container, (list, deque)) else container.update(old)
         for attributes, _, old in self.before:
@@ -325,6 +337,9 @@ class Writes:
             source=self._line(place),
             fix=or_leave_eager(fix, owner),
         )
+
+
+_COPIED = 16 << 20  # bytes of an array that is compared after forward
 
 
 class _GradMode:

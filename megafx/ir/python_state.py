@@ -43,7 +43,8 @@ NAMESPACES = (
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 _OF_C: Any = ctypes.c_int.__mro__[-2]  # of all numbers, arrays and structures
-BUFFERS = (np.ndarray, bytearray, array.array, _OF_C)  # compared by their bytes
+ARRAYS = (np.ndarray, bytearray, array.array)
+BUFFERS = (*ARRAYS, _OF_C)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
 REPLACED_BY = "_megafx_replaced_by"  # attribute of a parameter: the one that the model has in its place
 OF_PARAMETERS = "_megafx_of_parameters"  # attribute of a tensor

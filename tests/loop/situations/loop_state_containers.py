@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,5 +163,32 @@ def what_cannot_be_followed_in_a_list_is_named(loop: Loop) -> None:
     _train(loop, model)
     model.container.reverse()
     loop.see(total=torch.stack(model.container).sum(), first=model.container.pop(0))
+    _train(loop, model)
+    loop.see(held=model.container)
+
+
+@situation(HISTORY, ranks=(1,))
+def arrays_that_forward_changes_are_named(loop: Loop) -> None:
+    """The advice: numbers in a list."""
+
+    def counts(model: Any, held: Any, y: Tensor) -> None:
+        held[0] += 1
+        model.number = float(held[0])
+
+    def grows(model: Any, held: Any, y: Tensor) -> None:
+        held.append(3)
+
+    kinds: list[tuple[Any, Use]] = [(np.zeros(3), counts), (array.array("i", [1]), grows), (bytearray(b"a"), grows)]
+    for held, use in kinds:
+        if not loop.eager:
+            before = held.tolist() if hasattr(held, "tolist") else bytes(held)
+            with pytest.raises(CaptureError, match=r"(?s)'container' \(to a .*loop_state_containers"):
+                loop.model(Keeps(held, use))(torch.randn(4, 7))
+            assert before == (held.tolist() if hasattr(held, "tolist") else bytes(held))
+    torch.manual_seed(0)
+    fixed = np.ones(3)
+    fixed.flags.writeable = False
+    model = loop.model(Keeps([0.0, 0.0], counts))
+    model.fixed = fixed
     _train(loop, model)
     loop.see(held=model.container)
