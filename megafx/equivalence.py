@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from megafx.errors import PlacementError, SourceLine, UsageError
 from megafx.example_call import ExampleCall
 from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.contracts import is_transition
+from megafx.ir.model_copies import deep_copy
 from megafx.ir.nodes import is_zero
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place
@@ -295,7 +295,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
         return simulate.Logical(outputs, gradients, dict(of.named_buffers())), needs
 
     def parallel(meshes: Meshes, config: Config) -> tuple[nn.Module, Runtime]:
-        runtime = Runtime(copy.deepcopy(plain), config, meshes, call.hardware, loss_fn)
+        runtime = Runtime(deep_copy(plain), config, meshes, call.hardware, loss_fn)
         return make_parallel(runtime), runtime
 
     chosen: set[str] = set()

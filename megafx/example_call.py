@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megafx.capture.huggingface import synthesize_inputs
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
 from megafx.ir.call_spec import differentiable_inputs
+from megafx.ir.model_copies import deep_copy
 from megafx.ir.program import Input, Program
 from megafx.planner.context import in_training
 from megafx.planner.hardware import Hardware
@@ -161,4 +161,4 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         else:
             made[id(tensor)] = tensor.detach().to(dtype) if floating else tensor
-    return copy.deepcopy(model, made)
+    return deep_copy(model, made)

@@ -61,10 +61,12 @@ class _Method:
 
 @dataclass
 class Stores:
-    """places: (holder, key, name) of attributes, globals and variables that are assigned to. containers: that are changed."""
+    """places: (holder, key, name) of attributes, globals and variables that are assigned to. containers: that are changed.
+    parameters: that are read, those of modules that are called included."""
 
     places: list[tuple[Any, Any, str]] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
 
     @property
     def names(self) -> frozenset[str]:
@@ -138,6 +140,8 @@ class _Follow:
                 name = args[1].value if isinstance(args[1], _Known) else None
                 self._assign(args[0], name)
         elif not isinstance(value, type):
+            if isinstance(value, nn.Module):
+                self.found.parameters.extend(value.parameters())
             of = "forward" if isinstance(value, nn.Module) else "__call__"
             method = inspect.getattr_static(type(value), of, None)
             if isinstance(method, types.FunctionType):
@@ -302,6 +306,8 @@ class _Follow:
                     if name.startswith(("BUILD_", "UNARY", "FORMAT", "GET_", "UNPACK")) and effect >= 0 and stack:
                         stack[-1:] = [None]
                     stack += [None] * effect
+            if stack and isinstance(stack[-1], _Known) and isinstance(stack[-1].value, nn.Parameter):
+                self.found.parameters.append(stack[-1].value)
 
 
 def _in_cell(cell: Any, name: str) -> _Known:

@@ -5,6 +5,8 @@ Traced, as if it were written in the model, are
 
 - hooks that only compute: a function that reads nothing but its arguments, decides nothing, and calls methods of tensors and
   functions of torch alone (`lambda module, args, output: output * 2`). So they may change sizes and dtypes, and are sharded;
+- hooks that read parameters of the model (`output + model.steering`), store nothing and look at no values: these parameters
+  have gradients, and may be shards;
 - pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning), and hooks that store what
   forward reads later in the call (a U-Net's: hook_stores.py). A trace shows what it reads, and is then made once more;
 - transformers' own that collect `output_hidden_states` and the like, which are outputs of the call.
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from megafx.capture.code_names import codes, names_in_code, names_of
-from megafx.capture.hook_stores import ANY_NAME, function_of, stores_of
+from megafx.capture.hook_stores import ANY_NAME, function_of, names_of_hook, stores_of
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError
 from megafx.ops.eager_call import Order
@@ -73,9 +75,11 @@ def hooks_of(
     of_everything: bool = True,
     storing: Collection[Hashable] = (),
     read: Collection[str] = (),
+    own: Collection[int] = (),
 ) -> Hooks | None:
     """The hooks on a module, those on all modules included (of_everything); None where there are none.
 
+    own: ids of the model's parameters.
     storing: identities of those that store what forward reads. read: names in the code of the model: hooks that may store
     something of such a name count as traced, for comparing sets of hooks.
     """
@@ -100,7 +104,7 @@ def hooks_of(
         for number, hook in tables[name].items():
             kind = identity(hook)
             sets = name == _BEFORE and _sets_what_forward_reads(hook, module)
-            computes = _is_traced(hook) and number not in always
+            computes = (_is_traced(hook) or _computes_with(own, hook, module)) and number not in always
             if kind in storing or sets or computes or (read and not stores_of(hook, module).names.isdisjoint(read)):
                 traced.add(kind)
             else:
@@ -128,11 +132,13 @@ def hooked_modules(
 ) -> dict[str, Hooks]:
     """FQN -> hooks, of the modules that have any. outside: modules whose hooks are no matter of the graph; storing, read: as of
     hooks_of."""
-    found = {}
+    found, own = {}, {id(p) for p in model.parameters()}
     for fqn, module in model.named_modules():
         refuse_dispatch(module, fqn)
-        if module not in outside and (hooks := hooks_of(module, fqn, storing=storing, read=read)) is not None:
-            found[fqn] = hooks
+        if module not in outside:
+            hooks = hooks_of(module, fqn, storing=storing, read=read, own=own)
+            if hooks is not None:
+                found[fqn] = hooks
     return found
 
 
@@ -237,6 +243,18 @@ def _only_computes(hook: Any) -> bool:
         if name in ("LOAD_ATTR", "LOAD_METHOD") and not _computed(str(each.argval)):
             return False
     return True
+
+
+def _computes_with(own: Collection[int], hook: Any, module: nn.Module) -> bool:
+    """Whether a hook reads parameters of the model, stores nothing, and looks at no values."""
+    found = stores_of(hook, module)
+    reads = any(id(p) in own for p in found.parameters)
+    return (
+        reads
+        and not found.places
+        and not found.containers
+        and names_of_hook(hook).isdisjoint((*_NOT_COMPUTED, "print"))
+    )
 
 
 def _computed(name: str) -> bool:

@@ -16,7 +16,8 @@ import torch
 from megafx.errors import SourceLine
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-# Frames of the machinery, never of the user: torch, megafx's own wrappers, and transformers' decorators round `forward`.
+# Frames of the machinery, never of the user: torch, megafx's own wrappers, transformers' decorators round `forward`, and einops
+# (it keeps what it computes of a shape in caches, unless sizes have no hash, as in a trace).
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _EXPORT = os.path.join(_TORCH, "export", "_trace.py")
 _MEGAFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -28,6 +29,7 @@ _WRAPPER_ENDS = (
     "transformers/modeling_layers.py",
     "contextlib.py",
 )
+_EINOPS = "-packages/einops/"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,9 +79,11 @@ def trace_of_forward(frame: FrameType | None) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
     """Whether code in `file` is the user's (a model library's counts as such)."""
-    return not (file.startswith(_WRAPPERS) or file.replace(os.sep, "/").endswith(_WRAPPER_ENDS))
+    path = file.replace(os.sep, "/")
+    return not (file.startswith(_WRAPPERS) or path.endswith(_WRAPPER_ENDS) or _EINOPS in path)
 
 
 def is_installed(path: str) -> bool:

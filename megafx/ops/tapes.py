@@ -62,7 +62,8 @@ class Running:
     tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
     tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py). compare(FQN, results):
     raises where ranks have other results of a module that is left eager. writes: whether modules that are left eager change
-    their own buffers. read: FQNs of those that the graph reads. wrote: of those that were changed.
+    their own buffers. read: FQNs of those that the graph reads. wrote: of those that were changed. own: ids
+    of what the graph differentiates with respect to.
     """
 
     anchor: Tensor | None = None
@@ -77,6 +78,7 @@ class Running:
     writes: bool = False
     read: frozenset[str] = frozenset()
     wrote: list[str] = field(default_factory=list)
+    own: frozenset[int] = frozenset()
 
     def any_of(self, sources: Sequence[Any]) -> bool:
         """Whether a gradient comes from one of these (ir/program.py: Source)."""
@@ -174,6 +176,13 @@ def record(
     results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     if not differentiated:
         return output, results, torch.tensor(-1)
+    if any(id(x) in run.own for x in _outside(results, leaves)):
+        raise UsageError(
+            "a hook, or a module that stays eager, computes with a parameter of the model that it is not given",
+            module=fqn,
+            fix="read it by its name (`output + model.steering`) in a hook that stores nothing: that is part of the graph; "
+            "pass it to a module as an argument; or use parameter.detach(), where it needs no gradient",
+        )
     number = next(_numbers)
     _tapes[number] = Tape(leaves, results, returned)
     run.returned.append(returned)

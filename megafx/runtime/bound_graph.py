@@ -256,7 +256,7 @@ class BoundGraph:
             step.again = Again(self, inputs, user, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
                 step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
-                step.run.anchor = _Anchor.apply(step, *wrt)
+                step.run.anchor, step.run.own = _Anchor.apply(step, *wrt), frozenset(map(id, wrt))
                 results = _Outputs.apply(step, step.run.anchor)
                 step.run.anchor = None
             else:

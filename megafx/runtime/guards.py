@@ -6,6 +6,7 @@ needs another graph (capture/hooks.py). Wrapping the model in DDP or `fully_shar
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -153,7 +154,8 @@ Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class DirectCall:
-    """The forward of a submodule that holds shards: the module's own during capture, a graph otherwise.
+    """The forward of a submodule that holds shards (or of the model, where the user has put one on it): the module's own during
+    capture, a graph otherwise.
 
     run(fqn, module, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
     """
@@ -175,7 +177,7 @@ class DirectCall:
         return self.own(*args, **kwargs) if self.open_now() else self.run(self.fqn, self.module(), args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedApart:
-        return CopiedApart(self.fqn, self.replaced)
+        return CopiedApart(self.fqn, copy.deepcopy(self.replaced, memo))
 
 
 class CopiedApart:
@@ -208,6 +210,27 @@ def guard_modules(model: nn.Module, open_now: Callable[[], bool], run: Run, eage
             _forward_of_the_users(module, now)
         if fqn and not inside and _is_callable(module) and any(True for _ in module.parameters()):
             vars(module)["forward"] = DirectCall(fqn, module, open_now, run)
+
+
+def guard_forward(model: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Where the user has put a forward on the model itself, which its class's would not replace: `call` takes its place."""
+    if "forward" in vars(model):
+        vars(model)["forward"] = DirectCall(
+            "", model, lambda: False, lambda fqn, module, args, kwargs: call(args, kwargs)
+        )
+
+
+def root_forward(model: nn.Module, kind: type) -> Any:
+    """What a call of a model of this class runs now: the forward that the user has put on it, else that of the class."""
+    if isinstance(now := vars(model).get("forward"), DirectCall):
+        return now.replaced
+    return next(vars(c)["forward"] for c in kind.__mro__ if "forward" in vars(c))
+
+
+def root_call(model: nn.Module, kind: type[nn.Module]) -> Callable[..., Any]:
+    """The same as a function whose first argument is the model."""
+    now = vars(model).get("forward")
+    return (lambda _, *args, **kwargs: now.replaced(*args, **kwargs)) if isinstance(now, DirectCall) else kind.forward
 
 
 def name_now(model: nn.Module, module: nn.Module, before: str) -> str:

@@ -26,7 +26,7 @@ from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, replicate_parameters
 from megafx.errors import UsageError
 from megafx.ops.eager_call import matching
-from megafx.runtime.guards import Hooked, data_parallel_error, remove_guards
+from megafx.runtime.guards import Hooked, data_parallel_error, guard_forward, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
 from megafx.weights.state import full_state_dict, prepare_loading
@@ -254,6 +254,7 @@ def _install(runtime: Runtime) -> None:
     runtime.guard()
     runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
+    guard_forward(model, runtime.call)
     model.__class__ = parallel_class(runtime.original)
     alike, replicas = (1, 1) if data is None else (data.context, data.ranks)
     announce(model, runtime.t * alike, replicas)

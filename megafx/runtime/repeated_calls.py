@@ -23,6 +23,7 @@ from megafx.capture.reads import IGNORED
 from megafx.checks.simulate import Logical, relative_error, relative_errors
 from megafx.distributed.parameters import RUNTIME
 from megafx.errors import CaptureError
+from megafx.ir.model_copies import deep_copy
 from megafx.ir.python_state import PLAIN, Place, leaf_places, parts_of, same
 from megafx.runtime.bound_graph import BoundGraph
 from megafx.runtime.keys import Call
@@ -172,7 +173,7 @@ class RepeatedCalls:
         """A copy that is not parallelized, with all state as it is now."""
         for holder, key, value in [*_tensors_with_a_past(self.model)]:
             holder[key] = value.detach()
-        plain = copy.deepcopy(self.model)
+        plain = deep_copy(self.model)
         vars(plain)[RUNTIME].release()
         return plain
 
@@ -302,7 +303,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def copy_of_model(model: nn.Module) -> nn.Module:
     """A deep copy. What earlier calls have left behind with their graphs (the weight that `weight_norm` has set) has none."""
-    return copy.deepcopy(model, {id(x): x.detach().clone() for _, _, x in _tensors_with_a_past(model)})
+    return deep_copy(model, {id(x): x.detach().clone() for _, _, x in _tensors_with_a_past(model)})
 
 
 def _tensors_with_a_past(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:

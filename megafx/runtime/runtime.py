@@ -59,7 +59,7 @@ from megafx.runtime.bound_graph import BoundGraph, CompiledCall
 from megafx.runtime.changed_parameters import ParametersNow, take_new_parameters
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.failed_calls import failed_call
-from megafx.runtime.guards import Hooked, guard_modules, name_now, remove_guards
+from megafx.runtime.guards import Hooked, guard_modules, name_now, remove_guards, root_call, root_forward
 from megafx.runtime.keep_casts import keep_casts
 from megafx.runtime.keys import (
     TRANSFORM_FIX,
@@ -219,7 +219,7 @@ class Runtime:
             raise UsageError(f"a call of a parallelized model inside of {around}", fix=TRANSFORM_FIX)
         self.note("transforms", f"calls inside of {around} run the model as in eager mode, without a graph")
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None else None
-        output = self.original.forward(self.model, *args, **kwargs)
+        output = root_call(self.model, self.original)(self.model, *args, **kwargs)
         return (self.loss_fn(output, **loss_inputs), output) if self.loss_fn is not None and loss_inputs else output
 
     def call_part(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -310,7 +310,7 @@ class Runtime:
     def as_written(self, call: Call) -> Any:
         """What the user's own code makes of a call."""
         module = self.model.get_submodule(call.part)
-        forward = module if call.part else functools.partial(self.original.forward, module)
+        forward = module if call.part else functools.partial(root_call(self.model, self.original), module)
         args, kwargs = call.given()
         with torch.no_grad() if call.under_no_grad else contextlib.nullcontext():
             output = forward(*args, **kwargs)
@@ -387,10 +387,10 @@ class Runtime:
     def _skeleton(self, call: Call, grad: bool, training: bool = False) -> Hashable:
         """What a graph of this call depends on, but for its numbers. training: as if every module were in training mode."""
         hooks = self.hooked.state()
-        forward = next(vars(c)["forward"] for c in self.original.__mro__ if "forward" in vars(c))  # it may be replaced
         parameters = parameter_state(self.parameters.all())
         trained, cached = module_state(self.modules, self.configs)
         trained = (True,) * len(trained) if training else trained
+        forward = root_forward(self.model, self.original)
         modes = self.replacements, self.parameters.layout, forward, trained, cached, parameters, hooks
         return self.keys.skeleton(call, modes, grad)
 
@@ -608,7 +608,7 @@ class Runtime:
                     loss_fn=self.loss_fn if call.loss_inputs else None,
                     loss_inputs=call.loss_inputs or None,
                     device=next((x.device for x in tensors if x.device.type != "meta"), None),
-                    forward=self.original.forward,
+                    forward=root_call(self.model, self.original),
                     stand_ins=whole,
                     varying=frozenset(names[i] for i in varying),
                     part=call.part,

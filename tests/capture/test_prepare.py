@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     lines += len(NESTING) + len(flex_replacements(lambda text: None))
     lines += 1 + 2  # calls without arguments; TorchScript's functions and methods
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
+    lines += 2 + len([*flex_replacements(lambda text: None)])  # functions of TorchScript and of FlexAttention
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
     before = [row.now() for row in rows]
     try:
@@ -252,6 +254,25 @@ def test_copies_of_tensors_and_methods_that_are_put_back_replace_nothing() -> No
     finally:
         torch.Tensor.softmax = own  # type: ignore[method-assign]
     assert OF_TORCH.number == 0 and not replaced_in(torch.Tensor)
+
+
+class _Frozen(OrderedDict[str, Any]):
+    """As diffusers' configs."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        raise TypeError("frozen")
+
+    clear = pop = setdefault = update  # type: ignore[assignment]
+
+
+def test_a_dict_that_refuses_to_be_changed() -> None:
+    model: Any = nn.Linear(4, 4)
+    model.settings = _Frozen(scale=2)
+    model.forward = lambda value: nn.functional.linear(value, model.weight) * model.settings["scale"]
+    x = torch.randn(2, 4)
+    wanted = model(x)
+    assert torch.equal(megafx.parallelize(model, example_inputs=(x,))(x), wanted)
+    assert type(model.settings) is _Frozen and dict(model.settings) == {"scale": 2}
 
 
 def test_what_torch_compile_puts_into_modules_replaces_nothing() -> None:

@@ -299,6 +299,20 @@ def test_modules() -> None:
     model = made(lambda m, x: m.lin(x))
     model.block.lin.register_full_backward_hook(lambda *given: None)
     works(None, model=model)  # type: ignore[arg-type]  # the model is given
+    hooks: list[Any] = [
+        lambda module, args, output: (seen.append(1), output + module.weight.sum())[1],
+        lambda module, args, output: output + module.weight.sum(),
+        lambda module, args, output: (seen.append(1), output + module.weight.detach().sum())[1],
+    ]
+    seen: list[int] = []
+    model = made(lambda m, x: m.lin(x))
+    model.block.lin.register_forward_hook(hooks[0])
+    with refused("a hook, or a module that stays eager, computes with a parameter"):
+        megafx.parallelize(model, ONE, example_inputs=(X,))(X)
+    for hook in hooks[1:]:
+        model = made(lambda m, x: m.lin(x))
+        model.block.lin.register_forward_hook(hook)
+        works(None, model=model)  # type: ignore[arg-type]  # the model is given
 
 
 def test_functions_that_take_functions() -> None:

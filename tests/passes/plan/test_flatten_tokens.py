@@ -105,6 +105,23 @@ def test_an_op_that_mixes_tokens_reads_them_in_their_dims() -> None:
     assert_same(before, after)
 
 
+def _padded(x: Any, w: Any) -> Any:
+    return F.linear(F.pad(F.layer_norm(x, [4]), (1, 1, 0, 0)), w)  # Swin pads like this, by nothing where sizes divide
+
+
+def _shifted(x: Any, w: Any) -> Any:
+    return F.linear(F.pad(F.layer_norm(x, [4]), (1, 1, 1, -1)), w)
+
+
+def test_padding_of_tokens() -> None:
+    for fn, dims in ((_padded, 2), (_shifted, 3)):
+        before = canonical(fn, x="f64[b 3 4]", w="param f64[6 6]")
+        after = run_pass(flatten_tokens, before, PLANNER)
+        (pad,) = (n for n in after.graph.nodes if target_text(n.target) == "constant_pad_nd")
+        assert pad.meta[VAL].dim() == dims
+        assert_same(before, after)
+
+
 def test_only_where_it_is_wanted() -> None:
     before = canonical(_norm_of_features, x="f64[b s 4]", w="param f64[6 4]")
     for planner in (make_planner(1), make_planner(T, megafx.Config(sequence_parallel=False))):
