@@ -605,10 +605,11 @@ def prepared(
                 vars(owner).clear()
                 vars(owner).update(attributes)
             for container, content in zip(containers, contents, strict=True):
-                if isinstance(
-                    container, dict
-                ):  # past what its class overrides: diffusers' configs refuse to be changed
-                    put_items(container, content)
+                if isinstance(container, dict):
+                    assert isinstance(content, dict)
+                    put_items(
+                        container, content
+                    )  # past what its class overrides: diffusers' configs refuse to be changed
                     continue
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)

@@ -229,8 +229,8 @@ def root_forward(model: nn.Module, kind: type) -> Any:
 
 def root_call(model: nn.Module, kind: type[nn.Module]) -> Callable[..., Any]:
     """The same as a function whose first argument is the model."""
-    now = vars(model).get("forward")
-    return (lambda _, *args, **kwargs: now.replaced(*args, **kwargs)) if isinstance(now, DirectCall) else kind.forward
+    own = root_forward(model, kind) if isinstance(vars(model).get("forward"), DirectCall) else None
+    return kind.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def name_now(model: nn.Module, module: nn.Module, before: str) -> str:

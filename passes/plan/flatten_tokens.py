@@ -294,8 +294,8 @@ def _changes(node: fx.Node, last: int) -> dict[str, Any] | None:
         given = node.kwargs.get(spec.name, node.args[place] if place < len(node.args) else None)
         if spec.name in DIMS:
             return None
-        if spec.name == "pad" and len(given) > 2:  # pairs, that of the last dim first; (1, -1) would shift tokens
-            if any(given[2:]):
+        if spec.name == "pad" and isinstance(given, (list, tuple)) and len(given) > 2:
+            if any(given[2:]):  # pairs, that of the last dim first; (1, -1) would shift tokens
                 return None
             found["pad"] = given[:2]
         if spec.name == "indices" and isinstance(given, (list, tuple)):  # a place in the list is a dim
