@@ -14,7 +14,6 @@ parameters work (distributed/tensor_dispatch.py).
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import sys
@@ -62,7 +61,7 @@ from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
-from megafx.ir.python_state import items_of, put_items
+from megafx.ir.python_state import content_of
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
@@ -574,7 +573,7 @@ def prepared(
         # The modules' own containers: parameters, buffers, hooks (transformers installs some in forward), lists.
         containers = [c for m in model.modules() for c in vars(m).values() if isinstance(c, (dict, set, list))]
         containers += [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
-        contents = [items_of(c) if isinstance(c, dict) else copy.copy(c) for c in containers]
+        contents = [*map(content_of, containers)]
         try:
             for config in configs:
                 _prepare_config(config, model, note)
@@ -605,14 +604,7 @@ def prepared(
                 vars(owner).clear()
                 vars(owner).update(attributes)
             for container, content in zip(containers, contents, strict=True):
-                if isinstance(container, dict):
-                    assert isinstance(content, dict)
-                    put_items(
-                        container, content
-                    )  # past what its class overrides: diffusers' configs refuse to be changed
-                    continue
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+                put_back(container, content)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -43,6 +43,7 @@ from megafx.ir.python_state import (
     items_of,
     leave,
     parts_of,
+    put_back,
     put_items,
     same,
 )
@@ -303,16 +304,11 @@ class Writes:
     def restore(self) -> None:
         """Put back what was there before forward. (prepare.py does so for buffers.)"""
         for container, old in self.containers.values():
-            if isinstance(container, dict):
-                put_items(container, old)
-                continue
-            if isinstance(container, ARRAYS):
-                if not same(container, old):
-                    everything: Any = ... if isinstance(container, np.ndarray) else slice(None)
-                    container[everything] = old
-                continue
-            container.clear()
-            container.extend(old) if isinstance(container, (list, deque)) else container.update(old)
+            if not isinstance(container, ARRAYS):
+                put_back(container, old)
+            elif not same(container, old):
+                everything: Any = ... if isinstance(container, np.ndarray) else slice(None)
+                container[everything] = old
         for attributes, _, old in self.before:
             for key in [*attributes]:
                 if key not in IGNORED and key not in old:

@@ -216,6 +216,20 @@ def put_items(holder: dict[Any, Any], items: Mapping[Any, Any]) -> None:
         kind.__setitem__(holder, key, value)
 
 
+def content_of(container: Any) -> Any:
+    """A copy of what a dict, list, deque or set holds."""
+    return items_of(container) if isinstance(container, dict) else copy.copy(container)
+
+
+def put_back(container: Any, content: Any) -> None:
+    """Make it hold that again, past what the class of a dict overrides: diffusers' configs refuse to be changed."""
+    if isinstance(container, dict):
+        put_items(container, content)
+        return
+    container.clear()
+    container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+
+
 def part_name(name: str, value: Any, key: Any) -> str:
     """The name of a part: 'scaling['default']', 'options.scale'."""
     return f"{name}.{key}" if has_attributes_for_parts(value) else f"{name}[{key!r}]"
