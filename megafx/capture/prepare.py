@@ -61,7 +61,7 @@ from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
-from megafx.ir.python_state import content_of
+from megafx.ir.python_state import content_of, put_back
 from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
