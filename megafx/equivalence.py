@@ -33,7 +33,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.model_copies import deep_copy
 from megafx.ir.nodes import is_zero
 from megafx.ir.program import VAL, Program, fqn_of, source_of
-from megafx.ir.python_state import Place
+from megafx.ir.python_state import Place, unchanged
 from megafx.ops.axes import Mesh
 from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, DDP, EXPERT_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner
@@ -248,7 +248,9 @@ def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
     runtime = Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn)
     runtime.uncaptured.earlier |= call.uncaptured.earlier  # captures of a copy go as those of the model
     make_parallel(runtime)
-    return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
+    written = _written(trial.sharded.program)
+    with unchanged(written):
+        return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs, written).run(random, trial.limit)
 
 
 def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdict:
@@ -401,7 +403,8 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
 
     sharded, single = compiled(t, data), functools.cache(lambda: compiled(1))
     plain = copy_of_model(call.model)
-    eager = _eager_outputs(plain, sharded.program, call)
+    with unchanged(_written(sharded.program)):
+        eager = _eager_outputs(plain, sharded.program, call)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, call.model, call.args, call.kwargs, loss_inputs=call.loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
@@ -424,6 +427,12 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
     needs = {o.name: o.requires_grad for o in sharded.program.outputs if o.kind == "user"}
     differ = [name for name, value in eager.items() if value.requires_grad != needs[name]]
     return _Trial(sharded, single, values, wanted, reference, limit, differ)
+
+
+def _written(program: Program) -> list[Place]:
+    """Where forward leaves something; other models share what is in classes and globals."""
+    assert program.call is not None
+    return [write.place for write in program.call.state.writes.values()]
 
 
 def input_values(

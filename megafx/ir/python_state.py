@@ -23,7 +23,7 @@ import types
 import weakref
 from argparse import Namespace
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem
 from typing import Any, Protocol
@@ -217,8 +217,10 @@ def put_items(holder: dict[Any, Any], items: Mapping[Any, Any]) -> None:
 
 
 def content_of(container: Any) -> Any:
-    """A copy of what a dict, list, deque or set holds."""
-    return items_of(container) if isinstance(container, dict) else copy.copy(container)
+    """A copy of what a dict, list, deque or set holds; another value itself."""
+    if isinstance(container, dict):
+        return items_of(container)
+    return copy.copy(container) if isinstance(container, (list, deque, set)) else container
 
 
 def put_back(container: Any, content: Any) -> None:
@@ -228,6 +230,20 @@ def put_back(container: Any, content: Any) -> None:
         return
     container.clear()
     container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+
+
+@contextlib.contextmanager
+def unchanged(places: Iterable[Place]) -> Iterator[None]:
+    """What is at these places now is there again afterwards, contents of containers included."""
+    before = [(place, value, content_of(value)) for place in places for value in [place.get()]]
+    try:
+        yield
+    finally:
+        for place, value, content in before:
+            if place.get() is not value:
+                place.set(value)
+            if isinstance(value, (dict, list, deque, set)):
+                put_back(value, content)
 
 
 def part_name(name: str, value: Any, key: Any) -> str:

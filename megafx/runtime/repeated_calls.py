@@ -24,7 +24,7 @@ from megafx.checks.simulate import Logical, relative_error, relative_errors
 from megafx.distributed.parameters import RUNTIME
 from megafx.errors import CaptureError
 from megafx.ir.model_copies import deep_copy
-from megafx.ir.python_state import PLAIN, Place, leaf_places, parts_of, same
+from megafx.ir.python_state import PLAIN, Place, leaf_places, parts_of, same, unchanged
 from megafx.runtime.bound_graph import BoundGraph
 from megafx.runtime.keys import Call
 from megafx.runtime.runtime import Runtime
@@ -56,12 +56,18 @@ class _Seen:
 
 
 class RepeatedCalls:
-    """model: parallelized on one rank, and changed here. args, kwargs, loss_inputs: of a call."""
+    """model: parallelized on one rank, and changed here. args, kwargs, loss_inputs: of a call. written: where forward leaves
+    something; what of that is in classes and globals, eager mode leaves as it was."""
 
     def __init__(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        loss_inputs: Mapping[str, Any] | None,
+        written: Sequence[Place] = (),
     ) -> None:
-        self.model = model
+        self.model, self.written = model, written
         self.runtime: Runtime = vars(model)[RUNTIME]
         normal = self.runtime._call_of(tuple(args), {**kwargs, **({"loss_inputs": loss_inputs} if loss_inputs else {})})
         self.args, self.kwargs, self.loss_inputs = normal.args, normal.kwargs, normal.loss_inputs
@@ -121,7 +127,7 @@ class RepeatedCalls:
             step()
             plain = self._plain()
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(self.written):
                     seen.append(self._seen(plain, False))
             except Exception:  # whatever the user's code makes of such numbers
                 return False
@@ -149,7 +155,8 @@ class RepeatedCalls:
         self.model.zero_grad()
         plain, generator = self._plain(), torch.random.get_rng_state()
         try:
-            wanted = self._seen(plain, loss_alone)
+            with unchanged(self.written):
+                wanted = self._seen(plain, loss_alone)
         except Exception as error:
             if not optional:
                 raise

@@ -117,6 +117,33 @@ def test_calls_with_changed_state_are_compared() -> None:
     assert (COEFFICIENT, model.scale, model.calls, model.norms, model.training) == (1.5, 0.5, 0, [], True)
 
 
+SEEN: list[float] = []
+STEPS = 3
+
+
+class Shared(nn.Module):
+    """Counts calls in its class and in a global, and appends to a global list."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global STEPS
+        type(self).calls, STEPS = type(self).calls + 1, STEPS + 2
+        SEEN.append(float(self.calls))
+        return self.linear(x) * type(self).calls / STEPS
+
+
+@pytest.mark.repeated_calls
+def test_state_that_models_share_is_that_of_one_call() -> None:
+    found = repeated(Shared())
+    assert found and not found.repeated.skipped and len(found.repeated.errors) > 2, found
+    assert (Shared.calls, STEPS, SEEN) == (0, 3, [])
+
+
 FAULTS = {  # what is broken -> (owner, name, what takes its place)
     "numbers that forward reads": ("megafx.ir.python_state.PythonState.holds", lambda state: True),
     "modes": ("megafx.runtime.runtime.module_state", lambda modules, configs: ((), ())),
