@@ -72,6 +72,13 @@ _NESTED = (
 )
 
 
+TRANSFORM = (
+    "a transform of torch.func (vmap, grad, vjp, jvp) inside of the model",
+    "write the function for all rows at once (broadcasting, einsum), and differentiate outside of the model: "
+    "torch.autograd.grad(model(x).sum(), x, create_graph=True); or put what transforms into a submodule, which is left eager",
+)
+
+
 class OneBatch(Exception):
     """Code of the model packs or nests sequences: a trace would have the lengths of one batch."""
 
@@ -131,7 +138,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED)
+    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED, TRANSFORM)
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
@@ -201,6 +208,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             )
     if isinstance(error, OneBatch):
         return _PACKED if str(error) == "packs" else _NESTED
+    if "TensorWrapper" in message:
+        return TRANSFORM
     if "GuardOnDataDependent" in name or "data-dependent" in message:
         if ".item(" in code or ".tolist(" in code:
             return _ITEM

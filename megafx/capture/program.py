@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch.predispatch import _add_batch_dim
+from torch._functorch import predispatch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import ORDER_KEY, CacheKey, OutputKey
-from megafx.capture.errors import GENERATOR
+from megafx.capture.errors import GENERATOR, TRANSFORM
 from megafx.capture.functions import region_of
 from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
@@ -24,6 +24,7 @@ from megafx.ir.nodes import aten_ops
 from megafx.ir.program import FQN, MADE_BY, REGION, SOURCE, VAL, Input, Output, Program, active_nodes
 from megafx.ir.source_lines import fqn_of_stack, source_of_trace, strip_root
 
+_TRANSFORMS = predispatch.__name__
 ROOT = "model"  # the user's model within what is exported
 PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 
@@ -50,14 +51,16 @@ def mark_nodes(gm: fx.GraphModule) -> None:
 
 
 def refuse_nodes(gm: fx.GraphModule) -> None:
-    """Raise CaptureError for what fakes let pass: products of different dtypes, and torch.vmap, whose ops on rows would be
-    others on whole tensors."""
+    """Raise CaptureError for what fakes let pass: products of different dtypes, and transforms of torch.func, within which ops
+    are others than on whole tensors."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             where = {"module": node.meta.get(FQN), "source": node.meta.get(SOURCE)}
-            if node.target is _add_batch_dim:
-                fix = or_leave_eager("write the function for all rows at once (broadcasting, einsum)", where["module"])
-                raise CaptureError("torch.vmap inside of the model", fix=fix, **where)
+            if getattr(node.target, "__module__", "") == _TRANSFORMS:
+                found, fix = TRANSFORM
+                error = CaptureError(found, fix=or_leave_eager(fix, where["module"]), **where)
+                error.part = where["module"] or ""
+                raise error
             if node.target not in PRODUCTS or module is not gm:  # autocast, which casts, has a body of its own
                 continue
             given = [n.meta[VAL].dtype for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]

@@ -111,7 +111,7 @@ DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: _with_chosen(m.lin(x), lambda rows: rows.sum() / max(rows.shape[0], 1)),
     ),
     "vmap": (
-        "torch.vmap inside of the model",
+        "a transform of torch.func (vmap, grad, vjp, jvp) inside of the model",
         lambda m, x: torch.vmap(lambda row: m.lin(row) * row.sum())(x),
         lambda m, x: m.lin(x) * x.sum((1, 2), keepdim=True),
     ),

@@ -63,6 +63,41 @@ def functional_call_with_other_values(loop: Loop) -> None:
     loop.see(gradients=torch.func.grad(loss)(weights), plain=model(x))
 
 
+class Transforming(nn.Module):
+    """Modules inside that differentiate (forces of an energy, a tangent) and map over rows."""
+
+    class Forces(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -torch.func.grad(lambda y: Plain.forward(self, y).square().sum())(x)
+
+    class Tangent(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.jvp(lambda y: Plain.forward(self, y), (x,), (x.cos(),))[1]
+
+    class Rows(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: Plain.forward(self, row) * row.sum())(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.parts = nn.ModuleList([self.Forces(), self.Tangent(), self.Rows()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        return torch.stack([part(x).square().mean() for part in self.parts]).sum()
+
+
+@situation("https://github.com/pytorch/pytorch/issues/172026")
+def torch_func_inside_of_a_model(loop: Loop) -> None:
+    model = loop.model(Transforming())
+    for rows in (3, 5):
+        loss = model(torch.randn(rows, 8))
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
 class Recurrence(nn.Module):
     """A delta rule: six steps, each with a state [batch, d, d] that depends on all before."""
 
