@@ -5,8 +5,8 @@ Traced, as if it were written in the model, are
 
 - hooks that only compute: a function that reads nothing but its arguments, decides nothing, and calls methods of tensors and
   functions of torch alone (`lambda module, args, output: output * 2`). So they may change sizes and dtypes, and are sharded;
-- hooks that read parameters of the model (`output + model.steering`), store nothing and look at no values: these parameters
-  have gradients, and may be shards;
+- hooks that read parameters of the model (`output + model.steering`), and name nothing else but data, modules and torch: these
+  parameters have gradients, and may be shards;
 - pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning), and hooks that store what
   forward reads later in the call (a U-Net's: hook_stores.py). A trace shows what it reads, and is then made once more;
 - transformers' own that collect `output_hidden_states` and the like, which are outputs of the call.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from megafx.capture.code_names import codes, names_in_code, names_of
-from megafx.capture.hook_stores import ANY_NAME, function_of, names_of_hook, stores_of
+from megafx.capture.hook_stores import ANY_NAME, function_of, stores_of
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError
 from megafx.ops.eager_call import Order
@@ -54,6 +54,18 @@ _DRAWS = frozenset([
 # fmt: on
 
 
+class Own(NamedTuple):
+    """What a model holds: ids of its parameters, names of attributes that are modules, tensors or plain values."""
+
+    parameters: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(model: nn.Module) -> Own:
+        names = {name for module in model.modules() for name in _data_of(module)}
+        return Own(frozenset(map(id, model.parameters())), frozenset(names))
+
+
 class Hooks(NamedTuple):
     """What a graph has to know of the hooks of one module: those before it and those behind it. Equal for tables of hooks that
     one graph serves.
@@ -75,11 +87,11 @@ def hooks_of(
     of_everything: bool = True,
     storing: Collection[Hashable] = (),
     read: Collection[str] = (),
-    own: Collection[int] = (),
+    own: Own = Own(),  # noqa: B008  a constant
 ) -> Hooks | None:
     """The hooks on a module, those on all modules included (of_everything); None where there are none.
 
-    own: ids of the model's parameters.
+    own: of the model.
     storing: identities of those that store what forward reads. read: names in the code of the model: hooks that may store
     something of such a name count as traced, for comparing sets of hooks.
     """
@@ -132,7 +144,7 @@ def hooked_modules(
 ) -> dict[str, Hooks]:
     """FQN -> hooks, of the modules that have any. outside: modules whose hooks are no matter of the graph; storing, read: as of
     hooks_of."""
-    found, own = {}, {id(p) for p in model.parameters()}
+    found, own = {}, Own.of(model)
     for fqn, module in model.named_modules():
         refuse_dispatch(module, fqn)
         if module not in outside:
@@ -245,16 +257,34 @@ def _only_computes(hook: Any) -> bool:
     return True
 
 
-def _computes_with(own: Collection[int], hook: Any, module: nn.Module) -> bool:
-    """Whether a hook reads parameters of the model, stores nothing, and looks at no values."""
-    found = stores_of(hook, module)
-    reads = any(id(p) in own for p in found.parameters)
-    return (
-        reads
-        and not found.places
-        and not found.containers
-        and names_of_hook(hook).isdisjoint((*_NOT_COMPUTED, "print"))
-    )
+def _computes_with(own: Own, hook: Any, module: nn.Module) -> bool:
+    """Whether a hook reads parameters of the model, stores nothing, and names only data, modules and what computes."""
+    found, function = stores_of(hook, module), function_of(hook)
+    if function is None or found.places or found.containers or own.parameters.isdisjoint(map(id, found.parameters)):
+        return False
+    named = own.names | _data_of(getattr(hook, "__self__", hook)) | _NAMESPACES
+    for name in {name for code in codes(function.__code__) for name in code.co_names}:
+        value = function.__globals__.get(name)
+        if name in _NOT_COMPUTED or not _is_data(value) or not (name in named or value is not None or _computed(name)):
+            return False
+    return all(_is_data(_contents(cell)) for cell in function.__closure__ or ())
+
+
+_NAMESPACES = frozenset(["nn", "functional", "float", "int", "len", "range", "abs", "min", "max"])
+
+
+def _is_data(value: Any) -> bool:
+    """True of modules, tensors and plain values, and of what torch has modules of Python for."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] == "torch"
+    return value is None or isinstance(value, (nn.Module, Tensor, bool, int, float, str, torch.dtype, torch.device))
+
+
+def _data_of(holder: Any) -> frozenset[str]:
+    """Names of attributes of an object that are modules, tensors or plain values."""
+    held = vars(holder) if hasattr(holder, "__dict__") else {}
+    tables = [held, *(held.get(table) or {} for table in ("_modules", "_parameters", "_buffers"))]
+    return frozenset(name for table in tables for name, value in table.items() if _is_data(value))
 
 
 def _computed(name: str) -> bool:

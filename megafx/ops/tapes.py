@@ -180,7 +180,7 @@ def record(
         raise UsageError(
             "a hook, or a module that stays eager, computes with a parameter of the model that it is not given",
             module=fqn,
-            fix="read it by its name (`output + model.steering`) in a hook that stores nothing: that is part of the graph; "
+            fix="read it by its name (`output + model.steering`) in a hook that only computes: that is part of the graph; "
             "pass it to a module as an argument; or use parameter.detach(), where it needs no gradient",
         )
     number = next(_numbers)

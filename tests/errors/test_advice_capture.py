@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -305,10 +306,11 @@ def test_modules() -> None:
         lambda module, args, output: (seen.append(1), output + module.weight.detach().sum())[1],
     ]
     seen: list[int] = []
-    model = made(lambda m, x: m.lin(x))
-    model.block.lin.register_forward_hook(hooks[0])
-    with refused("a hook, or a module that stays eager, computes with a parameter"):
-        megafx.parallelize(model, ONE, example_inputs=(X,))(X)
+    for hook in (hooks[0], lambda module, args, output: (logging.debug(1), output + module.weight.sum())[1]):
+        model = made(lambda m, x: m.lin(x))
+        model.block.lin.register_forward_hook(hook)
+        with refused("a hook, or a module that stays eager, computes with a parameter"):
+            megafx.parallelize(model, ONE, example_inputs=(X,))(X)
     for hook in hooks[1:]:
         model = made(lambda m, x: m.lin(x))
         model.block.lin.register_forward_hook(hook)
