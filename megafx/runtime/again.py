@@ -100,16 +100,14 @@ def in_eager_mode(
         size = sum(p.numel() * p.element_size() for p in {id(p): p for p in runtime.parameters.all()}.values())
         text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
     runtime.note("gradients", text)
-    before, runtime.capturing = runtime.capturing, True
     modes = {m: m.training for m in training}
     try:
         for module, mode in training.items():
             module.training = mode
-        with contextlib.ExitStack() as stack:
+        with runtime.turns.capture(), contextlib.ExitStack() as stack:
             for context in autocast:
                 stack.enter_context(torch.autocast(**context))
             return runtime.as_written(call)
     finally:
-        runtime.capturing = before
         for module, mode in modes.items():
             module.training = mode

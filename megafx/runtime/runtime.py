@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import eq
@@ -78,6 +77,7 @@ from megafx.runtime.keys import (
 )
 from megafx.runtime.model_state import Boards, ModelState
 from megafx.runtime.program_cache import Situation, tell
+from megafx.runtime.turns import Turns
 
 
 class Runtime:
@@ -108,7 +108,7 @@ class Runtime:
         self.state = ModelState(model, config, meshes)
         self.settled = Settled()
         self.uncaptured = Uncaptured(model, config)
-        self.captures, self.capturing = 0, False
+        self.captures, self.turns = 0, Turns()
         self.example: tuple[Hashable, Program | None] = None, None  # what it was planned by, until its first call
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
@@ -118,7 +118,6 @@ class Runtime:
         self.hooked = Hooked(model, ())
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
-        self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
         self.replacements = 0  # how often submodules were replaced
         self.parameters = ParametersNow()
         self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
@@ -160,7 +159,7 @@ class Runtime:
         """On several ranks a direct call of a submodule is a graph of its own."""
         if self.mesh is not None:
             eager = matching(self.model, self.config.eager_modules)
-            guard_modules(self.model, lambda: self.capturing or in_eager_code(), self.call_part, eager)
+            guard_modules(self.model, lambda: self.turns.capturing or in_eager_code(), self.call_part, eager)
 
     def release(self) -> None:
         """Give the model up: it is a plain one again, an instance of its own class, as before megafx.parallelize."""
@@ -206,7 +205,7 @@ class Runtime:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the root forward does."""
-        if self.capturing:
+        if self.turns.capturing:
             return self.original.forward(self.model, *args, **kwargs)
         if (around := transform_around()) is not None:
             return self._transformed(around, args, kwargs)
@@ -251,17 +250,8 @@ class Runtime:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
-        if self.mesh is None:
+        with self.turns.call(self.mesh is not None):
             return self._run(args, kwargs, part)
-        if not self.calling.acquire(blocking=False):
-            raise UsageError(
-                "two threads call one model at the same time on several ranks, whose order is then another on each",
-                fix="make the calls from one thread, or one after the other (a lock) in the same order on every rank",
-            )
-        try:
-            return self._run(args, kwargs, part)
-        finally:
-            self.calling.release()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str) -> Any:
         if self.state.device.type == "meta":
@@ -630,12 +620,14 @@ class Runtime:
     @contextlib.contextmanager
     def _capturing(self, grad: bool) -> Iterator[None]:
         """The model is the user's own within: its forward, its hooks. Hooks on what autograd saves are the run's alone."""
-        self.capturing = True
-        try:
-            with as_of_the_call(), without_hooks_on_saved(), torch.inference_mode(False), torch.set_grad_enabled(grad):
-                yield
-        finally:
-            self.capturing = False
+        with (
+            self.turns.capture(),
+            as_of_the_call(),
+            without_hooks_on_saved(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad),
+        ):
+            yield
 
     def _adopt(self, params: Mapping[str, Placement]) -> None:
         """Settle how parameters are stored, once."""

@@ -100,17 +100,9 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
         runtime.parameters_changed()
 
 
-@contextlib.contextmanager
-def _eager(runtime: Any) -> Iterator[None]:
+def _eager(runtime: Any) -> contextlib.AbstractContextManager[None]:
     """The model is its eager self within."""
-    if runtime is None:
-        yield
-        return
-    before, runtime.capturing = runtime.capturing, True
-    try:
-        yield
-    finally:
-        runtime.capturing = before
+    return contextlib.nullcontext() if runtime is None else runtime.turns.capture()
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ def test_a_model_that_failed_is_still_whole() -> None:
     for _ in range(2):
         with pytest.raises(CaptureError):
             model(X)
-    assert model.training and model.megafx.captures == 0 and not model.megafx.capturing
+    assert model.training and model.megafx.captures == 0 and not model.megafx.turns.capturing
     assert isinstance(model, Branch) and type(model.lin.weight) is nn.Parameter
 
 
