@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+import sympy
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_impls import fast_detach
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
@@ -303,6 +304,11 @@ class NodeGradients:
     def _leaf(self, node: fx.Node, like: Any) -> Tensor:
         mode: Any = self.program.fake_mode
         leaf: Tensor = mode.another(like) if hasattr(mode, "another") else fast_detach(mode, like)
+        for new, known in zip(leaf.stride(), like.stride(), strict=True):
+            if isinstance(new, SymInt) and new.node.expr.has(sympy.Pow):  # which torch cannot make of the tracked sizes
+                slot = get_proxy_slot(known, self.tracer, None)
+                if slot is not None:
+                    set_proxy_slot(new, self.tracer, slot)
         self.tracer.tensor_tracker[leaf] = _ProxyTensor(fx.Proxy(node, self.tracer), None)
         return leaf
 

@@ -124,6 +124,6 @@ def test_a_first_call_on_a_pipe():
         [sys.executable, "-c", MODEL], capture_output=True, text=True, timeout=200, env={**os.environ, "RANK": "0"}
     )
     assert done.returncode == 0, done.stderr
-    assert "megafx: import megafx, " in done.stderr
+    assert "megafx: import megafx" in done.stderr  # one line, or more where it takes longer
     assert "megafx: compile a call: capture, " in done.stderr and "not seen" not in done.stderr, done.stderr
     assert "megafx: compile a call took " in done.stderr

@@ -158,3 +158,27 @@ def test_backward_is_marked() -> None:
     program = joint(stack, {**weights(3), "x": torch.randn(5, H)})
     silu = [n for n in program.graph.nodes if "silu" in str(n.target)]
     assert [n.meta.get(PHASE) for n in silu] == [None] * 3 + ["backward"] * 3
+
+
+class _Scores(nn.Module):
+    """Scores [b * heads, s, s], as Bloom's, whose rows are s * s apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        for _ in range(2):
+            q, k = (w(x).unflatten(-1, (2, 4)).transpose(1, 2).reshape(2 * b, s, 4) for w in (self.q, self.k))
+            scores = torch.baddbmm(x.new_zeros(()).expand(2 * b, s, s), q, k.mT).view(b, 2, s, s)
+            x = x + scores.tanh().sum((1, 3)).unsqueeze(-1)
+        return x.square().mean()
+
+
+def test_rows_that_are_a_square_of_a_size_apart() -> None:
+    torch.manual_seed(0)
+    model = _Scores().double()
+    for t in (1, 2):
+        example = (torch.randn(3, 5, 8, dtype=torch.float64),)
+        assert (v := megafx.verify(model, megafx.Config(tensor_model_parallel_size=t), example_inputs=example)), v
