@@ -226,10 +226,10 @@ def _ends(graph: StageGraph, program: Program, sizes: Sizes) -> Ends:
     results: Any = parts.forward.graph.output_node().args[0]
     kept = [spec for spec in program.outputs if spec.kind != "gradient"]
     user = [node for node, spec in zip(results, kept, strict=False) if spec.kind == "user"]
-    told = {c.name: _text(c.value, sizes) for c in (*graph.receives, *graph.sends)}
-    sent = told | {name: _text(node.meta[VAL], program.sizes) for name, node in zip(graph.made, user, strict=False)}
+    moved = {c.name: _text(c.value, sizes) for c in (*graph.receives, *graph.sends)}
+    sent = moved | {name: _text(node.meta[VAL], program.sizes) for name, node in zip(graph.made, user, strict=False)}
     keyword = {f"kwargs[{k}]": name.removeprefix("value:") for k, name in graph.takes.items()}
-    gradients: dict[str, str] = {c.name: told[c.name] for c in graph.receives}
+    gradients: dict[str, str] = {c.name: moved[c.name] for c in graph.receives}
     if parts.last_backward is not None:
         grads: Any = parts.last_backward.graph.output_node().args[0]
         specs = [spec for spec in program.outputs if spec.kind == "gradient"]
@@ -241,7 +241,7 @@ def _ends(graph: StageGraph, program: Program, sizes: Sizes) -> Ends:
         return tuple((c.name, texts[c.name]) for c in values if all_ or c.differentiable)
 
     return Ends(
-        listed(graph.receives, told, True), listed(graph.sends, sent, True),
+        listed(graph.receives, moved, True), listed(graph.sends, sent, True),
         listed(graph.receives, gradients, False), listed(graph.sends, sent, False),
     )  # fmt: skip
 

@@ -207,7 +207,7 @@ def flex_attention(
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
     return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    """torch's, but for note(text), which tells the user."""
+    """torch's, its refusals included, but for note(text), which tells the user."""
     from torch.nn.attention import flex_attention as flex
 
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
@@ -360,7 +360,7 @@ def flex_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Within, torch.compile(flex_attention) runs flex_attention: its compiler cannot trace what stands in its place."""
+    """Within, torch.compile(flex_attention) runs flex_attention: its compiler cannot trace what replaces it."""
     compiles = MODULE in sys.modules and "torch._dynamo.eval_frame" in sys.modules
     stance: Any = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     with stance:

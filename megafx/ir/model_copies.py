@@ -50,7 +50,7 @@ def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
         value = waiting.pop()
         if id(value) not in seen and not isinstance(value, nn.Module):
             seen.add(id(value))
-            if isinstance(value, types.FunctionType) and not value.__module__.startswith("megafx."):
+            if isinstance(value, types.FunctionType) and not str(value.__module__).startswith("megafx."):
                 yield value
             waiting.extend(_parts(value))
 

@@ -101,6 +101,15 @@ def test_two_functions_share_a_variable() -> None:
     assert copied.get() == 3 and model.get() is model  # type: ignore[operator]
 
 
+def test_a_function_of_no_module() -> None:
+    """As `exec` makes them."""
+    model: Any = Tied().double()
+    model.to_logits.__module__ = None
+    copied: Any = deep_copy(model)
+    copied(IDS).backward()
+    assert model.embedding.weight.grad is None and copied.embedding.weight.grad is not None
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_verify_compares_with_the_same_parameters(form: Any) -> None:
     model = Tied().double()
