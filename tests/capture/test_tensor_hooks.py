@@ -1,4 +1,4 @@
-"""Covers: capture/tensor_hooks.py (what forward asks of autograd). Hooks at work: loop/situations/loop_hooks_inside.py."""
+"""Covers: capture/tensor_hooks.py (what forward asks of autograd). Hooks at work: loop_hooks_inside.py."""
 
 from __future__ import annotations
 

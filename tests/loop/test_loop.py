@@ -19,15 +19,17 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+FILES = sorted((HERE / "situations").rglob("*.py"), key=lambda file: file.stem)
+sys.path[:0] = sorted({str(file.parent) for file in FILES})
 if __name__ == "__main__":  # pytest has them by pyproject.toml
-    sys.path[:0] = [str(HERE / "situations"), str(HERE.parent / "support"), str(HERE.parent / "models")]
+    sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "models")]
 
 import loop  # noqa: E402
 import ranks  # noqa: E402
 
 import megafx  # noqa: E402
 
-for module in sorted((HERE / "situations").glob("*.py")):
+for module in FILES:
     __import__(module.stem)
 
 

@@ -1,7 +1,7 @@
 """Covers: ops/hook_call.py, capture/hooks.py, capture/hook_stores.py, runtime/guards.py: hooks that no graph can serve, and
 what their errors advise.
 
-What hooks do is in tests/loop/situations/loop_hooks.py and loop_hooks_that_store.py.
+What hooks do is in tests/loop/situations/hooks/loop_hooks.py and loop_hooks_that_store.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Situations of users: plain PyTorch code around a model, run in eager mode and with the model parallelized.
 
-A module of tests/loop/situations registers functions with `@situation(thread)`:
+A module below tests/loop/situations registers functions with `@situation(thread)`:
 
     @situation("https://github.com/pytorch/pytorch/issues/115774")
     def an_attribute_changes_between_calls(loop: Loop) -> None:
