@@ -62,6 +62,19 @@ class CaptureError(MegafxError):
         None  # code whose `float()`, `int()` or `bool()` of a tensor failed (capture/conversions.py)
     )
 
+    def caught_as(self, kind: type[BaseException]) -> CaptureError:
+        """The same error, in a form that `except` catches as it does an error of this class."""
+        also = next((ALSO[base] for base in kind.__mro__ if base in ALSO), CaptureError)
+        return also(self.found, fix=self.fix, module=self.module, source=self.source)
+
+
+_BASES = (AttributeError, IndexError, KeyError, NameError, NotImplementedError, RuntimeError, TypeError, ValueError)
+ALSO: dict[type[Exception], type[CaptureError]] = {  # what eager mode would raise, too
+    base: type(f"Capture{base.__name__}", (CaptureError, base), {"__module__": __name__, "__str__": Exception.__str__})
+    for base in _BASES
+}
+globals().update({kind.__name__: kind for kind in ALSO.values()})  # where pickle looks for them
+
 
 class PlanError(MegafxError):
     """No plan satisfies the constraints (an override that matches nothing or cannot be met)."""

@@ -142,6 +142,8 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
     made = CaptureError(found, fix=fix, module=module, source=source)
+    if not by_data and (found, fix) != GENERATOR:
+        made = made.caught_as(type(error))
     if by_data:
         made.part, made.functions = called_part(error, model), functions_of(error)
         made.converts = conversions_of(error)
@@ -260,7 +262,7 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             "pass x.detach(), which shows the same memory, where the call needs no gradient of it, else x.clone()",
         )
     fix = "if the model runs in eager mode on these inputs, change this line so that torch.export(strict=False) can trace it; "
-    return f"{name}: {_first_line(message)}", fix + "otherwise the sizes of the inputs or of the model do not fit"
+    return f"{name}: {_first_line(message)}", fix + "otherwise the inputs do not fit the model, or its code"
 
 
 def _first_line(message: str, prefix: str = "") -> str:

@@ -66,11 +66,12 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
             given = [n.meta[VAL].dtype for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
             if len(set(given)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
-                raise CaptureError(
+                error = CaptureError(
                     f"{node.target} of different dtypes ({names}), which is an error in eager mode too",
                     fix="give the inputs in the dtype of the parameters (`x.to(dtype)`), or call under torch.autocast",
                     **where,
                 )
+                raise error.caught_as(RuntimeError)
 
 
 def name_inputs(

@@ -7,6 +7,7 @@ counters stay the same on all ranks, and the next call is as if the failed one h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,22 +33,27 @@ def failed_call(
     trace: captures the call once more, with its own sizes and numbers. run: makes it in eager mode. group: of the ranks that
     hold parts of the parameters; together: they have the same rows.
     """
-    raised = _raised_by_the_model(error, trace)
+    if error.raised is not None or _SYMBOL.search(error.found):
+        error = _with_the_calls_sizes(error, trace)
+    raised = error.raised
     on_all = together and agreement.first_rank(raised is None, group) is None
     if raised is None:
         return error
     return in_users_code(_up_to(raised, run, model) if on_all else raised)
 
 
-def _raised_by_the_model(error: CaptureError, trace: Callable[[], Any]) -> Exception | None:
-    """What the model's code raises, where that is why the call cannot be captured. Its message may hold the call's sizes."""
-    if error.raised is None:
-        return None
+_SYMBOL = re.compile(r"\bs\d+\b")  # of a size
+
+
+def _with_the_calls_sizes(error: CaptureError, trace: Callable[[], Any]) -> CaptureError:
+    """The error, whose message holds sizes of the call where it held symbols. Without `raised`, if the call's own sizes are none
+    for which the model raises something."""
     try:
         trace()
     except CaptureError as again:
-        return again.raised
-    return None
+        return again
+    error.raised = None
+    return error
 
 
 def _up_to(raised: Exception, run: Callable[[], Any], model: nn.Module) -> Exception:

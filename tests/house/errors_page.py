@@ -21,6 +21,7 @@ HEAD = """# Errors
 
 Every error of megafx is a `MegafxError`. Its text says what was found, where (the module of your model, and `file:line` with
 the code), and after `fix:` what to do. `error.found`, `error.module`, `error.source` and `error.fix` give the same to programs.
+What eager mode raises as a RuntimeError, TypeError or the like is a `CaptureError` that is of that class, too.
 
 Errors are listed by topic; `<...>` is replaced by what was found. The page is generated from the sources
 (`python tests/house/errors_page.py`), and a test compares it with them.
@@ -64,6 +65,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
 }
 CLASSES = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.MegafxError)}
+CLASSES = {name: c for name, c in CLASSES.items() if c not in errors.ALSO.values()}  # forms of CaptureError
 
 
 @dataclass

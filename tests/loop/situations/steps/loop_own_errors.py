@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megafx.errors import MegafxError
 
 EITHER = "https://github.com/huggingface/transformers/issues/24310"
+HANDLED = "https://pytorch.org/docs/stable/notes/faq.html"
 LONG = "https://github.com/karpathy/nanoGPT/issues/320"
 
 
@@ -73,6 +74,37 @@ def a_later_call_is_wrong(loop: Loop) -> None:
     seen(loop, lambda: model(torch.randint(11, (2, 5)), torch.randn(2, 5, 6)))
     seen(loop, lambda: model(embeds=torch.randn(2, 6)))
     seen(loop, lambda: model(torch.randint(11, (2, 5)), labels=torch.zeros(3, dtype=torch.long)))
+    loop.see_gradients(model)
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.down(self.up(x).relu()) * mask)[:, : mask.shape[1]].mean()
+
+
+@situation(HANDLED)
+def what_torch_raises_is_caught_by_its_class(loop: Loop) -> None:
+    """`except RuntimeError` around a step, as for batches that do not fit."""
+    model, one = loop.model(Joined()), torch.ones(4, 6)
+    wrong: list[tuple[Any, ...]] = [(torch.randn(4, 5), one), (torch.randn(4, 6), torch.ones(3, 6)), (None, one)]
+    wrong += [(torch.randn(4, 6).float(), one), (torch.randn(4, 6),), (one, one, one), (torch.randn(4, 6), "mask")]
+    for turn in range(2):
+        for given in wrong:
+            try:
+                model(*given).backward()
+            except RuntimeError:
+                loop.see(caught="RuntimeError")
+            except (TypeError, AttributeError) as error:
+                loop.see(caught=isinstance(error, TypeError))
+            else:
+                loop.see(caught=None)
+        loss = model(torch.randn(4 + turn, 6), one[:1])
+        loss.backward()
+        loop.see(loss=loss)
     loop.see_gradients(model)
 
 
