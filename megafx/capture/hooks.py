@@ -5,8 +5,8 @@ Traced, as if it were written in the model, are
 
 - hooks that only compute: a function that reads nothing but its arguments, decides nothing, and calls methods of tensors and
   functions of torch alone (`lambda module, args, output: output * 2`). So they may change sizes and dtypes, and are sharded;
-- hooks that read parameters of the model (`output + model.steering`), and name nothing else but data, modules and torch: these
-  parameters have gradients, and may be shards;
+- hooks that read parameters of the model (`output + model.steering`), and name nothing else but data, modules, torch, and
+  functions and methods that do the same: these parameters have gradients, and may be shards;
 - pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning), and hooks that store what
   forward reads later in the call (a U-Net's: hook_stores.py). A trace shows what it reads, and is then made once more;
 - transformers' own that collect `output_hidden_states` and the like, which are outputs of the call.
@@ -32,6 +32,7 @@ from megafx.capture.code_names import codes, names_in_code, names_of
 from megafx.capture.hook_stores import ANY_NAME, function_of, stores_of
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError
+from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import Order
 from megafx.ops.hook_call import Around, Side, identity
 
@@ -262,12 +263,32 @@ def _computes_with(own: Own, hook: Any, module: nn.Module) -> bool:
     found, function = stores_of(hook, module), function_of(hook)
     if function is None or found.places or found.containers or own.parameters.isdisjoint(map(id, found.parameters)):
         return False
-    named = own.names | _data_of(getattr(hook, "__self__", hook)) | _NAMESPACES
+    holder = getattr(hook, "__self__", hook)
+    return _names_what_computes(function, own.names | _data_of(holder) | _NAMESPACES, type(holder), set())
+
+
+def _names_what_computes(
+    function: types.FunctionType, named: frozenset[str], holder: type, seen: set[types.CodeType]
+) -> bool:
+    """named: attributes that are data. holder: the class whose methods a hook may call. seen: code that was looked at."""
+    if function.__code__ in seen:
+        return True
+    seen.add(function.__code__)
+    computes = lambda value: _is_function_of_the_user(value) and _names_what_computes(value, named, holder, seen)  # noqa: E731
     for name in {name for code in codes(function.__code__) for name in code.co_names}:
         value = function.__globals__.get(name)
-        if name in _NOT_COMPUTED or not _is_data(value) or not (name in named or value is not None or _computed(name)):
+        if name in _NOT_COMPUTED or not (_is_data(value) or computes(value)):
             return False
-    return all(_is_data(_contents(cell)) for cell in function.__closure__ or ())
+        method = inspect.getattr_static(holder, name, None)
+        method = getattr(method, "__func__", method)  # of a static or class method
+        if not (name in named or value is not None or _computed(name) or computes(method)):
+            return False
+    cells = map(_contents, function.__closure__ or ())
+    return all(_is_data(value) or computes(value) for value in cells)
+
+
+def _is_function_of_the_user(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and is_user_file(value.__code__.co_filename)
 
 
 _NAMESPACES = frozenset(["nn", "functional", "float", "int", "len", "range", "abs", "min", "max"])

@@ -46,8 +46,8 @@ _SYMBOL = re.compile(r"\bs\d+\b")  # of a size
 
 
 def _with_the_calls_sizes(error: CaptureError, trace: Callable[[], Any]) -> CaptureError:
-    """The error, whose message holds sizes of the call where it held symbols. Without `raised`, if the call's own sizes are none
-    for which the model raises something."""
+    """The error, whose message holds sizes of the call where it held symbols. Without `raised`, if the model raises nothing at
+    the call's own sizes."""
     try:
         trace()
     except CaptureError as again:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
 
@@ -76,3 +77,48 @@ def a_hook_that_also_records_is_split(loop: Loop) -> None:
     model = loop.model(net)
     train(loop, model, 2)
     loop.see(seen=torch.stack(seen))
+
+
+def scaled(vector: Tensor, strength: float) -> Tensor:
+    return F.normalize(vector, dim=-1) * strength
+
+
+def steered(output: Tensor, net: Net, strength: float = 0.5) -> Tensor:
+    """Calls another function, and decides by what is no tensor."""
+    if output.dim() == 2 and strength != 0:
+        return output + scaled(net.steering, STRENGTH * strength)
+    return output
+
+
+STRENGTH = 2.0
+
+
+class Adapts:
+    """A hook in methods of a class."""
+
+    def __init__(self, net: Net) -> None:
+        self.net, self.scale = net, 0.1
+
+    def low_rank(self, x: Tensor) -> Tensor:
+        return self.mixed(self.net.a(x)) @ self.net.b.weight.t()
+
+    @staticmethod
+    def mixed(x: Tensor) -> Tensor:
+        return x + torch.stack([part.flip(-1) for part in x.unbind(0)])
+
+    def hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + self.scale * self.low_rank(args[0])
+
+
+@situation(STEERING)
+def hooks_call_functions_and_methods(loop: Loop) -> None:
+    global STRENGTH
+    net = Net()
+    adapts = Adapts(net)
+    model = loop.model(net)
+    net.up.register_forward_hook(lambda module, args, output: steered(output, net))
+    net.down.register_forward_hook(adapts.hook)
+    train(loop, model, 2)
+    STRENGTH, adapts.scale = -1.0, 3.0
+    train(loop, model, 2)
+    STRENGTH = 2.0
