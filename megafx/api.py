@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
-from megafx.capture.huggingface import is_hf_model
+from megafx.capture.libraries.huggingface import is_hf_model
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config

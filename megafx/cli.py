@@ -267,7 +267,7 @@ def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
     settings = {name: _value(value) for name, value in _pairs(args.settings, "--set").items()}
     check_name(args.model, settings)
     with stage("import torch"):
-        from megafx.capture.huggingface import is_hf_model
+        from megafx.capture.libraries.huggingface import is_hf_model
     with stage("build the model"):
         model, inputs = load_model(args.model, settings, device=device)
     given = getattr(args, "inputs", [])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
-from megafx.capture.caches import is_cache, kept, state_of
-from megafx.capture.flex import flex_on_cpu
+from megafx.capture.libraries.caches import is_cache, kept, state_of
+from megafx.capture.libraries.flex import flex_on_cpu
 from megafx.capture.program import output_path
 from megafx.checks import simulate
 from megafx.checks.divergence import Divergence, first_divergence, first_nan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megafx.capture.dims import max_length
 from megafx.capture.errors import refuse_quantised
 from megafx.capture.export import sizes_of_call
-from megafx.capture.huggingface import synthesize_inputs
+from megafx.capture.libraries.huggingface import synthesize_inputs
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
 from megafx.ir.call_spec import differentiable_inputs

@@ -29,13 +29,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
-from megafx.capture.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.eager_parts import CallValues
 from megafx.capture.errors import refuse_quantised, refuse_scripted, translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
-from megafx.capture.huggingface import part_group, sequence_group
+from megafx.capture.libraries.caches import growing_dims, states_for_caches, written_arguments
+from megafx.capture.libraries.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.messages import Warned
 from megafx.capture.prepare import alone, fake_like, prepared, target_device

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import Ordered, Revived, kept
 from megafx.capture.eager_parts import CallValues
-from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.followed import Trace
 from megafx.capture.hooks import without_hooks
+from megafx.capture.libraries.caches import Ordered, Revived, kept
+from megafx.capture.libraries.expert_loops import ExpertLoops
 from megafx.errors import CaptureError
 from megafx.ir.call_spec import ambient_autocast, register_dataclasses
 from megafx.ir.data_sizes import DataShapeEnv

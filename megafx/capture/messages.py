@@ -39,7 +39,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.overrides import _get_current_function_mode_stack
 
-from megafx.capture.expert_loops import ExpertLoops
+from megafx.capture.libraries.expert_loops import ExpertLoops
 from megafx.capture.program import ROOT
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import current_user_line, is_user_file, line_of

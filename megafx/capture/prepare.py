@@ -42,7 +42,6 @@ from megafx.capture.conversions import MATH, functions_with, imported_by_name, l
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
 from megafx.capture.errors import NESTING, packing
-from megafx.capture.flex import as_written, flex_replacements
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -53,7 +52,8 @@ from megafx.capture.functions import (
     op_by_op,
 )
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
-from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
+from megafx.capture.libraries.flex import as_written, flex_replacements
+from megafx.capture.libraries.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import ORDER_KEY, CacheKey, OutputKey
 from megafx.capture.errors import GENERATOR, TRANSFORM
 from megafx.capture.functions import region_of
+from megafx.capture.libraries.caches import ORDER_KEY, CacheKey, OutputKey
 from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.call_spec import OutputLeaf

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import Kept, Record, Shape, is_record, kept
 from megafx.capture.host_numbers import HostNumber
+from megafx.capture.libraries.caches import Kept, Record, Shape, is_record, kept
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import register_dataclasses

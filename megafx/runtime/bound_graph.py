@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
-from megafx.capture.caches import give_back
+from megafx.capture.libraries.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
 from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement

@@ -18,12 +18,12 @@ from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
-from megafx.runtime.cache_key import watching
 from megafx.runtime.cache_shard import CacheShard
-from megafx.runtime.fingerprint import digest
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.keys import Call
-from megafx.runtime.program_cache import Found, Situation
+from megafx.runtime.program_cache.cache_key import watching
+from megafx.runtime.program_cache.fingerprint import digest
+from megafx.runtime.program_cache.program_cache import Found, Situation
 
 Capture = Callable[[bool], Program]  # whether the call's training form is wanted -> CAPTURED program
 

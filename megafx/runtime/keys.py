@@ -25,8 +25,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import CacheState, states_for_caches
 from megafx.capture.errors import is_other_form, refuse_forms
+from megafx.capture.libraries.caches import CacheState, states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError

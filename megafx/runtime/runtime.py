@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafx.analysis.communication import Communication
-from megafx.capture.huggingface import adapted, synthesize_inputs
+from megafx.capture.libraries.huggingface import adapted, synthesize_inputs
 from megafx.capture.prepare import alone, configs_of, released, without_hooks_on_saved
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
@@ -76,7 +76,7 @@ from megafx.runtime.keys import (
     want_state,
 )
 from megafx.runtime.model_state import Boards, ModelState
-from megafx.runtime.program_cache import Situation, tell
+from megafx.runtime.program_cache.program_cache import Situation, tell
 from megafx.runtime.turns import Turns
 
 

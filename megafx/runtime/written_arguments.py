@@ -1,7 +1,8 @@
 """Tensors of a call that forward writes into in place: `ids[:, 0] = bos`, `x.mul_(2)`, `cache[:, pos] = k`.
 
-A graph returns their new values, which are copied into the caller's tensors after the call (capture/caches.py: `give_back`).
-So a write into one is seen in another that shares its memory in eager mode, and would not be seen by a graph.
+A graph returns their new values, which are copied into the caller's tensors after the call (`give_back` of
+capture/libraries/caches.py). So a write into one is seen in another that shares its memory in eager mode, and would not be seen
+by a graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loops over the experts that some token chose (`for e in hit`), in one graph, against eager at fp64.
 
-Covers: capture/expert_loops.py.
+Covers: capture/libraries/expert_loops.py.
 """
 
 from __future__ import annotations

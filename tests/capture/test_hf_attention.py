@@ -1,4 +1,4 @@
-"""Covers: capture/huggingface.py. Which masks are told apart, that none is made, and that numbers and registries are
+"""Covers: capture/libraries/huggingface.py. Which masks are told apart, that none is made, and that numbers and registries are
 as before."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Covers: megafx/capture/huggingface.py, and capture with canonicalize on Hugging Face models: loss and gradients,
+"""Covers: megafx/capture/libraries/huggingface.py, and capture with canonicalize on Hugging Face models: loss and gradients,
 train mode, dropout off.
 
 Own arithmetic of the models in fp32 (`.float()` inside) limits the comparison; bert and t5 have none and are exact to fp64.
@@ -12,9 +12,9 @@ import pytest
 import torch
 from interpret import run_program
 
-from megafx.capture.caches import Updated
 from megafx.capture.export import capture_call
-from megafx.capture.huggingface import synthesize_inputs
+from megafx.capture.libraries.caches import Updated
+from megafx.capture.libraries.huggingface import synthesize_inputs
 from megafx.errors import CaptureError
 from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import Program

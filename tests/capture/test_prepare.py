@@ -24,8 +24,8 @@ from megafx.capture.conversions import MATH, imported_by_name
 from megafx.capture.draws import LayerDraws, unrepeatable
 from megafx.capture.errors import NESTING
 from megafx.capture.export import capture_call
-from megafx.capture.flex import flex_replacements
 from megafx.capture.functions import classes_bound_early
+from megafx.capture.libraries.flex import flex_replacements
 from megafx.capture.prepare import Replacement, replaced, replacements
 from megafx.capture.reads import LIBRARIES, Reads
 from megafx.ir.holders import LEFT_BY_CAPTURES, OF_TORCH, replaced_in

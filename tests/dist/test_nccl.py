@@ -84,7 +84,8 @@ def run(script: Path, *options: str, ranks: int = 2) -> str:
     """What it prints on so many ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launch, str(script), *options]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))}
+    folders = (SUPPORT, f"{SUPPORT}/small_models", os.environ.get("PYTHONPATH"))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

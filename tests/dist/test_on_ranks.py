@@ -22,6 +22,7 @@ if __name__ == "__main__":  # pytest has them by pyproject.toml
     sys.path[:0] = [
         str(HERE / "on_ranks"),
         str(HERE.parent / "support"),
+        str(HERE.parent / "support" / "small_models"),
         str(HERE.parent / "models"),
         str(HERE.parents[1] / "examples"),
     ]

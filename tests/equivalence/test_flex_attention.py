@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import (
 
 import megafx
 import megafx.kernels.attention.attention  # registers the op
-from megafx.capture.flex import flex_on_cpu
+from megafx.capture.libraries.flex import flex_on_cpu
 from megafx.config import Config
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument

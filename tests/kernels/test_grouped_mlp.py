@@ -1,5 +1,5 @@
 """Covers: kernels/experts/grouped_mlp.py on CUDA, where the library's grouped products compute it. Its formulas:
-equivalence/test_experts.py."""
+equivalence/experts/test_experts.py."""
 
 from __future__ import annotations
 

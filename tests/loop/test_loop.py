@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 FILES = sorted((HERE / "situations").rglob("*.py"), key=lambda file: file.stem)
 sys.path[:0] = sorted({str(file.parent) for file in FILES})
 if __name__ == "__main__":  # pytest has them by pyproject.toml
-    sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "models")]
+    sys.path[:0] = [str(HERE.parent / name) for name in ("support", "support/small_models", "models")]
 
 import loop  # noqa: E402
 import ranks  # noqa: E402

@@ -19,7 +19,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # pytest's `pythonpath` has it too
+# pytest's `pythonpath` has them too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support" / "small_models"))
 
 from catalogue import Architecture, rows
 from hf_plans import compare

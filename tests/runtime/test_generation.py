@@ -127,7 +127,7 @@ def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
             planner = make_planner(ranks, config, training=False, fixed=placed, caches=caches if ranks > 1 else {})
             compiled = compile_program(program.copy(), planner)
             assert compiled.program.call is not None
-            from megafx.capture.caches import states_for_caches
+            from megafx.capture.libraries.caches import states_for_caches
 
             call = compiled.program.call.flatten(*states_for_caches((), kwargs)[:2])
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,4 @@
-"""Covers: runtime/program_cache.py, cache_key.py, cache_files.py, fingerprint.py, stored_state.py."""
+"""Covers: runtime/program_cache/program_cache.py, cache_key.py, cache_files.py, fingerprint.py, stored_state.py."""
 
 import functools
 import importlib.util
@@ -16,8 +16,8 @@ from torch import nn
 import megafx
 from megafx.distributed import agreement
 from megafx.ir.stored import Unstorable
-from megafx.runtime import cache_files, cache_key, program_cache
-from megafx.runtime.fingerprint import Fingerprint
+from megafx.runtime.program_cache import cache_files, cache_key, program_cache
+from megafx.runtime.program_cache.fingerprint import Fingerprint
 
 SOURCE = """
 import os

@@ -83,7 +83,8 @@ def run_ranks(
     each rank, or those that it may have; 0 unless given.
     """
     here = Path(__file__).parent
-    path = os.pathsep.join(filter(None, [str(here), str(here.parent / "models"), os.environ.get("PYTHONPATH")]))
+    folders = [str(here), str(here / "small_models"), str(here.parent / "models")]
+    path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")} | {"MEGAFX_CACHE": "off"}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     world["CUDA_VISIBLE_DEVICES"] = ""  # gloo

@@ -53,7 +53,7 @@ def a_second_start_has_the_same_bits(folder: Path) -> str:
 
 @check(2)
 def an_entry_that_one_rank_cannot_use_is_used_by_none(folder: Path) -> str:
-    from megafx.runtime import program_cache
+    from megafx.runtime.program_cache import program_cache
 
     with cache_in(folder):
         _, first = start("llama", tensor_model_parallel_size=2)

@@ -1,6 +1,7 @@
 """A mixture whose experts are split over ranks trains as plain eager does: gloo in fp64, or GPUs (NCCL) in fp32.
 
-PYTHONPATH=tests/support torchrun --standalone --nproc-per-node 2 tests/dist/on_ranks/experts.py     # on GPUs, where there are two
+On GPUs, where there are two:
+PYTHONPATH=tests/support:tests/support/small_models torchrun --standalone --nproc-per-node 2 tests/dist/on_ranks/experts.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import nn
 import megafx
 from megafx.analysis.lazy import only_for_lazy
 from megafx.capture.export import capture_call
-from megafx.capture.huggingface import synthesize_inputs
+from megafx.capture.libraries.huggingface import synthesize_inputs
 from megafx.compiler.pipeline import compile_program
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import EVERY_RANK, passes_of

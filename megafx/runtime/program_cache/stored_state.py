@@ -22,7 +22,7 @@ from megafx.ir.holders import ENVIRONMENT, OF_TORCH, OwnAttributes, Remembered, 
 from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
 from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
-from megafx.runtime.fingerprint import Fingerprint
+from megafx.runtime.program_cache.fingerprint import Fingerprint
 
 _KEYS = (str, int, bool, type(None))
 

@@ -44,8 +44,9 @@ from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.timeline import Part, Segment, StepTimes
 from megafx.progress import remark, stage
 from megafx.report.report import Fused, Line, Report
-from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
-from megafx.runtime.cache_key import (
+from megafx.runtime.keys import Call
+from megafx.runtime.program_cache.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
+from megafx.runtime.program_cache.cache_key import (
     code_files,
     code_of_classes,
     file_digest,
@@ -56,9 +57,8 @@ from megafx.runtime.cache_key import (
     packages,
     stat_of,
 )
-from megafx.runtime.fingerprint import Fingerprint, digest
-from megafx.runtime.keys import Call
-from megafx.runtime.stored_state import state_form, state_of
+from megafx.runtime.program_cache.fingerprint import Fingerprint, digest
+from megafx.runtime.program_cache.stored_state import state_form, state_of
 
 PROGRAM = (Listing, ListingLine, Band)
 _PLAN = (

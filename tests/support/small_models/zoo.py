@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "models"
 Inputs = Callable[..., dict[str, Any]]
 
 

@@ -33,8 +33,8 @@ from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
-from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest
-from megafx.runtime.stored_state import lines
+from megafx.runtime.program_cache.fingerprint import Fingerprint, class_code, code_digest, digest
+from megafx.runtime.program_cache.stored_state import lines
 
 # -- code, packages and the environment
 
