@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 
 from megafx.compiler.cuda_graphs import CudaGraphs
@@ -19,6 +20,7 @@ from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import Program, Saved, compiled_graph
+from megafx.kernels.common.ahead import Compiling, compile_ahead
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
 from megafx.ops.tapes import is_handle
 from megafx.progress import stage
@@ -161,6 +163,7 @@ class Executable:
         joined_names = [tuple(inputs[i] for i in indices) for indices in parts.joins]
         self.gathered_names = frozenset(name for k in parts.gathered for name in joined_names[k])
         self._ran: set[str] = set()
+        self._compiling: dict[str, list[Compiling]] = {}
         self._forward: Callable[..., Any] = compiled_graph(parts.forward)
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward: Callable[[list[Any]], Any] | None = None
@@ -201,6 +204,16 @@ class Executable:
         if self._last_backward is not None:
             self._last_backward = self.graphs.backward
         return self
+
+    def compile_kernels(self, sizes: Mapping[sympy.Symbol, int]) -> None:
+        """Start to compile what the first calls launch, on the current device. sizes: of such a call."""
+        parts, made = self.parts, self._compiling
+        pairs = [("forward", parts.cast_weights), ("forward", parts.forward), ("backward", parts.last_backward)]
+        graphs = [(direction, gm.graph) for direction, gm in pairs if gm is not None]
+        with self.context():
+            compiling = compile_ahead([graph for _, graph in graphs], sizes)
+        for (direction, _), kernels in zip(graphs, compiling, strict=True):
+            made.setdefault(direction, []).append(kernels)
 
     def takes_what(self, other: Executable) -> bool:
         """Whether backward can run on what the other one's forward keeps."""
@@ -265,11 +278,18 @@ class Executable:
             return list(run(arguments))
 
     def _first(self, direction: str) -> contextlib.AbstractContextManager[Any]:
-        """The first run, in which kernels are compiled."""
+        """The first run. It begins when its kernels are compiled, and compiles those that were not foreseen."""
         if direction in self._ran:
             return contextlib.nullcontext()
         self._ran.add(direction)
-        return stage(f"first {direction}")
+        return self._first_run(direction)
+
+    @contextlib.contextmanager
+    def _first_run(self, direction: str) -> Iterator[None]:
+        with stage(f"first {direction}"):
+            for compiling in self._compiling.pop(direction, ()):
+                compiling.finish()
+            yield
 
     def check(self, kept: Kept) -> None:
         """Raise where backward cannot run: it ran before, or what it needs was changed."""

@@ -185,6 +185,7 @@ def _bound(
     if (planner.training and not call.part) or settled.last is None:
         settled.last = compiled
     executable = compiled.executable(settled.gathered, settled.casts)
+    executable.compile_kernels(program.sizes.workload_of | program.sizes.of_call)
     names, parts = [spec.name for spec in program.inputs], executable.parts
     joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)

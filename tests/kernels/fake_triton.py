@@ -56,6 +56,7 @@ def fake_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     import megafx.kernels.attention.attention as attention
     import megafx.kernels.dropout.dropout as dropout
+    import megafx.kernels.loss.cross_entropy as cross_entropy
     from megafx.kernels.common import op, replay
 
     log: list[Any] = []
@@ -69,7 +70,7 @@ def fake_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
     monkeypatch.setattr(replay, "supported", lambda: True)
-    for module in (op, attention, dropout):
+    for module in (op, attention, cross_entropy, dropout):
         monkeypatch.setattr(module, "runs_triton", lambda x: x.dtype != torch.float64)
     before = driver._active
     driver.set_active(Driver())

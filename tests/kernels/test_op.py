@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fake_triton import fake_triton, seen
+from fused_calls import CALLS, op_of, replay_of
 from kernel_checks import run_as_script
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.checks.rules import make_tensor
-from megafx.ir.facts import SampleTensor, declared
 from megafx.ir.nodes import changed_copy
 from megafx.kernels.common import op as module
 from megafx.kernels.common.op import define_gradient, define_op, direct, launch, new_like
@@ -155,37 +154,6 @@ def test_hooks_on_launches_and_negative_views_are_not_passed_by(launches: list[A
     assert not any(runs) and y.shape == x.shape and (address if isinstance(address, int) else 0) != negative.data_ptr()
 
 
-def _sample(args: Any) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-
-    def real(x: Any) -> Any:
-        if isinstance(x, SampleTensor):
-            x = make_tensor(x, generator)
-            return x.to(BF16) if x.is_floating_point() else x
-        return BF16 if x == torch.float64 else x
-
-    return [real(x) for x in args]
-
-
-def _replay(call: Any) -> Replay | None:
-    cells = getattr(module._implementations.get(call), "__closure__", None) or ()
-    return next((c.cell_contents for c in cells if isinstance(c.cell_contents, Replay)), None)
-
-
-def _op(name: str) -> Any:
-    namespace, packet, overload = name.split(".") if name.count(".") == 2 else ("", "", "")
-    return getattr(getattr(torch.ops.megafx, packet), overload) if namespace == "megafx" else None
-
-
-_HEADS = [torch.zeros(2, n, 16, 32, dtype=BF16) for n in (4, 2, 2)]
-WIDE = (
-    "megafx.attention_forward.default",
-    [*_HEADS, None, None, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0, 0.1, 7, -1, [], ""],
-)
-OPS = [(name, facts) for name, facts in declared().items() if _replay(_op(name))]
-CALLS = [(name, _sample(args)) for name, facts in OPS for args in facts.samples] + [WIDE]
-
-
 def _strided(x: Any) -> Any:
     """The same with the dims in memory the other way round."""
     turned = tuple(range(x.dim()))[::-1] if isinstance(x, Tensor) else ()
@@ -197,7 +165,7 @@ def _strided(x: Any) -> Any:
 def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: list[Any], strided: bool) -> None:
     """Whatever the op allocates, copies and launches the first time, it does at the third, on other memory."""
     args = [_strided(x) for x in args] if strided else args
-    call = _op(name)
+    call = op_of(name)
     rounds = []
     with on_mesh({"tp": AxisContext(0, 2)}):
         for _ in range(4):
@@ -212,7 +180,7 @@ def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: l
             kept = list(launches), results  # noqa: F841  memory must not come back while addresses are compared
             launches.clear()
     assert rounds[0] == rounds[1] == rounds[2] == rounds[3]
-    replay = _replay(call)
+    replay = replay_of(call)
     assert replay is not None
     if name == "megafx.attention_mask_backward.default":  # sums beside its kernel
         assert forms(replay) == ["it calls aten.mul.Tensor"]

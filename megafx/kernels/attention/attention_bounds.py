@@ -7,13 +7,11 @@ made once for a layout, on the host; kernels read three numbers a tile.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafx.kernels.attention.attention_reference import Where, places_of
+from megafx.kernels.attention.attention_reference import Where, places_of, table
 
 BLOCK = 64  # queries that a row of `query_bounds` counts in
 BEYOND = 2**31 - 1
@@ -71,7 +69,7 @@ def queries_at(places: Tensor, keys: int) -> Tensor:
     return torch.stack((first.cummin(0).values.flip(0), last.cummax(0).values))
 
 
-@lru_cache(maxsize=256)
+@table
 def bounds_of_queries(
     where: Where, keys: int, causal: bool, window: int, rows: int, columns: int, device: str
 ) -> Tensor:
@@ -79,7 +77,7 @@ def bounds_of_queries(
     return key_bounds(places_of(*where, "cpu"), keys, causal, window, rows, columns).flatten().int().to(device)
 
 
-@lru_cache(maxsize=256)
+@table
 def bounds_of_keys(where: Where, keys: int, causal: bool, window: int, columns: int, device: str) -> Tensor:
     """`query_bounds`, then `queries_at`, as kernels read them: int32, flat."""
     places = places_of(*where, "cpu")

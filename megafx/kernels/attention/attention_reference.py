@@ -13,12 +13,13 @@ tensor core: a kernel that needs a tile of decisions moves nothing between threa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megafx.kernels.attention.masked_softmax import HARD_FILL, mask_floor
 from megafx.kernels.common import philox
@@ -83,7 +84,18 @@ def where_is(size: int, dim: int, draw: Draw) -> Where | None:
     return size, tuple(draw.layout), axes.axis_rank(draw.axis), axes.axis_size(draw.axis), before
 
 
-@lru_cache(maxsize=256)
+def table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, whose results are kept: they are real where launches are foreseen on fake tensors (ahead.py), too."""
+
+    @lru_cache(maxsize=256)
+    def made(*args: Any) -> Tensor:
+        with unset_fake_temporarily():
+            return make(*args)
+
+    return made
+
+
+@table
 def places_of(size: int, layout: tuple[int, ...], rank: int, t: int, before: int, device: str) -> Tensor:
     cut = Layout.from_flat(layout)
     if cut.local_size(t) != size:

@@ -55,6 +55,7 @@ _mode_count, _profiling = _C._len_torch_dispatch_stack, torch.autograd._profiler
 # Where nothing but a backend is left to dispatch to: no mode, no subclass, no functionalization.
 _BACKENDS = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
 _implementations: dict[OpOverload, Callable[..., Any]] = {}
+_called: dict[Callable[..., Any], Callable[..., Any]] = {}  # what `direct` and `writes_into` have made
 _composites: set[OpOverload] = set()
 
 
@@ -195,6 +196,11 @@ def launcher_of(op: Any) -> Callable[..., Any] | None:
     return None if repeated is None else repeated.launcher
 
 
+def computes(target: Any) -> Callable[..., Any] | None:
+    """What runs below the dispatcher for a node that calls one of these ops, directly or not; None for another node."""
+    return _implementations.get(target) or _called.get(target)
+
+
 def is_composite(op: Any) -> bool:
     """Whether `define_composite` made it."""
     return op in _composites
@@ -215,6 +221,7 @@ def _directly(op: OpOverload) -> Callable[..., Any]:
         return implementation(*args)
 
     call.__name__ = call.__qualname__ = op.name().partition("::")[2].partition(".")[0]
+    _called[call] = implementation
     return call
 
 
@@ -247,6 +254,7 @@ def writes_into(op: OpOverload) -> Callable[..., Any] | None:
         return memory if isinstance(found, Tensor) else (*found[:result], memory, *found[result + 1 :])
 
     call.__name__ = call.__qualname__ = f"{plain.__name__}_into"
+    _called[call] = lambda memory, result, *args: implementation(*args)
     return call
 
 
@@ -261,9 +269,13 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 
 def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options) on the device of `like`; while Inductor traces, a node of its graph instead."""
+    """kernel[grid](*args, **options) on the device of `like`; while Inductor traces, a node of its graph instead, and while
+    launches are foreseen (ahead.py), an entry of their list."""
     if tracing():
         torch.library.wrap_triton(kernel)[tuple(grid)](*args, **options)
+        return
+    if (foreseen := recording.foreseen()) is not None:
+        foreseen.append(recording.Foreseen(kernel, grid, like, args, options))
         return
     if like.device.type != "cuda" or like.device.index == torch.cuda.current_device():
         compiled = kernel[tuple(grid)](*args, **options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,22 @@ _local = threading.local()
 def recorder() -> Recorder | None:
     """What records the launches of this thread now."""
     return getattr(_local, "recorder", None)
+
+
+@contextmanager
+def foreseeing() -> Iterator[list[Foreseen]]:
+    """Within, launches on fake tensors are written down (ahead.py)."""
+    found: list[Foreseen] = []
+    _local.foreseen = found
+    try:
+        yield found
+    finally:
+        del _local.foreseen
+
+
+def foreseen() -> list[Foreseen] | None:
+    """Where launches of this thread are written down, and not made."""
+    return getattr(_local, "foreseen", None)
 
 
 @functools.cache
@@ -99,12 +116,54 @@ class Call:
 
 @dataclass(slots=True)
 class Address:
-    """Replaces a tensor where Triton asks for its address alone."""
+    """Replaces a tensor where Triton asks for its address alone, or for what it compiles for."""
 
     start: int
+    dtype: torch.dtype | None = None
 
     def data_ptr(self) -> int:
         return self.start
+
+
+class Foreseen:
+    """A launch that has not been made: its kernel can be compiled. key: what tells that from others."""
+
+    def __init__(self, kernel: Any, grid: Sequence[Any], like: Tensor, args: Sequence[Any], options: Any) -> None:
+        self.kernel, self.grid, self.device = kernel, tuple(grid), like.device
+        self.args = [_without_memory(x) for x in args]
+        self.options = {name: _without_memory(x) for name, x in options.items()}
+        names = [p.name for p in kernel.params]
+        given = dict(zip(names, self.args, strict=False)) | self.options
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        told = [(n, x if n in constant or n not in names else _specialised(x)) for n, x in given.items()]
+        self.key = id(kernel), self.device, repr(told)
+
+    def compile(self) -> None:
+        """And load it onto the device: a launch finds it there."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            _ = self.kernel.warmup(*self.args, grid=self.grid, **self.options).run
+
+
+def _without_memory(x: Any) -> Any:
+    """A fake argument of a kernel as what Triton reads of it. Memory starts where 16 bytes divide."""
+    if isinstance(x, Tensor):
+        return Address(int(x.storage_offset()) * x.element_size(), x.dtype)
+    if hasattr(x, "block_shape"):
+        shown = copy.copy(x)
+        shown.base = _without_memory(x.base)
+        return shown
+    return x
+
+
+def _specialised(x: Any) -> Any:
+    """What Triton compiles for."""
+    if isinstance(x, Address):
+        return x.dtype, x.start % ALIGNMENT == 0
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, x.block_shape
+    if type(x) is int:
+        return x if x == 1 else (x % ALIGNMENT == 0, -(2**31) <= x < 2**31, x < 2**63)
+    return type(x) if isinstance(x, float) else x
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from megafx.debugging import current
 from megafx.ir.program import Program
 from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable
+from megafx.kernels.common.ahead import compiles_here
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
 from megafx.runtime.program_cache.fingerprint import Fingerprint, class_code, code_digest, digest
@@ -179,7 +180,7 @@ def _watched_item(environment: Any, name: Any) -> Any:
         value = _plain_item(environment, name)
         return value
     finally:
-        if environment is os.environ and isinstance(name, str) and not asked_by_megafx():
+        if environment is os.environ and isinstance(name, str) and not (compiles_here() or asked_by_megafx()):
             for read in _watching:
                 read[name] = hidden(value)
 
