@@ -9,7 +9,8 @@
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
-activation_memory_budget of 0.5; `-fp8`, `-fp8-rowwise`: products of all layers in FP8, the head's not; several, as in
+activation_memory_budget of 0.5; `-fp8`, `-fp8-rowwise`: products of all layers in FP8, the head's not; `-head`: the head's
+too; several, as in
 `sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and
 loss_parallel, eager, with layers compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where
 that is installed. `hf-tp`: transformers' own plan (llama).
@@ -189,6 +190,7 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         cuda_graphs="graphs" in flags,
         fp8="hybrid" if "fp8" in flags else None,
         fp8_recipe="rowwise" if "rowwise" in flags else "tensorwise",
+        fp8_head="head" in flags,
         first_last_layers_bf16=False,
         activation_memory_budget=next((int(f[1:]) / 100 for f in flags if re.fullmatch(r"b\d+", f)), None),
         micro_batch_size=batch,

@@ -212,6 +212,9 @@ class Config:
         "scales of FP8, from the values themselves: one for a matrix, or one for each of its rows along the summed dim",
     )
     fp8_wgrad: bool = _option(True, "gradients of weights are products of FP8 too; False: they are not")
+    fp8_head: bool = _option(
+        False, "with fp8, products of the head too: of the linear behind the last layer, and of its fused loss"
+    )
     first_last_layers_bf16: bool = _option(
         True,
         "fp8 leaves the first num_layers_at_start_in_bf16 and the last num_layers_at_end_in_bf16 layers as they are",

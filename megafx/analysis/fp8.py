@@ -1,4 +1,4 @@
-"""Which linears of layers run in FP8: what `Config` says of their places, and of what their results are for."""
+"""Which linears run in FP8: what `Config` says of their places, and of what their results are for."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ _ON_THE_WAY = {
 
 def places(linears: Iterable[fx.Node], layers: Layers, config: Config) -> Callable[[fx.Node], str]:
     """A function of a linear, or of its product: why its place or its use leave it as it is, or ''. linears: all of them."""
-    order = [*dict.fromkeys(layer for n in linears if (layer := layers.layer_of(fqn_of(n))))]
+    linears = [*linears]
+    inside = [layers.layer_of(fqn_of(n)) for n in linears]
+    order = [*dict.fromkeys(filter(None, inside))]
+    behind = max((i + 1 for i, layer in enumerate(inside) if layer), default=len(inside))
+    heads = set(linears[behind:]) if config.fp8_head else set()
 
     def why(linear: fx.Node) -> str:
         layer = layers.layer_of(fqn_of(linear))
-        if not layer:
+        if not layer and linear not in heads:
             return "it is in no layer"
-        place = order.index(layer)
-        if config.first_last_layers_bf16:
+        place = order.index(layer) if layer else 0
+        if layer and config.first_last_layers_bf16:
             if place < config.num_layers_at_start_in_bf16:
                 return f"it is in the first of the layers (num_layers_at_start_in_bf16={config.num_layers_at_start_in_bf16})"
             if place >= len(order) - config.num_layers_at_end_in_bf16:

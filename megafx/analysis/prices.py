@@ -16,6 +16,7 @@ from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, op_name, shows_operand
 from megafx.ir.program import VAL, Program, tensors_of
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
+from megafx.kernels.loss import scaled_head
 from megafx.ops.offload import is_on_host
 from megafx.placements.data_axis import EXPERT_AXIS, OUTER_AXES, TENSOR_AXIS, inner_ranks, ranks_of
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
@@ -64,10 +65,10 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     factor = next((v for v in operands if v.is_floating_point()), results[0])
     dtype, kind, made = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32"), cost_kind(name), results[0]
     terms = _terms(program, node, name, operands) if kind in (MATMUL, ATTENTION) else 0
-    if node.target is scaled_mm:
+    if node.target is scaled_mm or node.target in scaled_head.OPS:
         dtype, factor = FLOAT8, operands[0]
     groups = products_in(program, node)
-    if kind == MATMUL and made.ndim and (groups or facts_of(node.target).terms is None or dtype == FLOAT8):
+    if kind == MATMUL and made.ndim and (groups or facts_of(node.target).terms is None or node.target is scaled_mm):
         n = max(_workload(program, made.shape[-1]), 1)
         if groups:
             m = program.sizes.numel(made) / n / groups

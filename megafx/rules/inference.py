@@ -297,7 +297,9 @@ def _by_types(at: _Inference, types: str) -> Result:
         meant["O"] = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1])
 
     def placement(text: str, ndim: int) -> Placement:
-        return S(int(text[1:]) % ndim, cut) if text[0] == "S" else meant[text]
+        if text[0] == "S":  # of a number, which has nothing to cut: whole
+            return S(int(text[1:]) % ndim, cut) if ndim else R
+        return meant[text]
 
     for i, text in zip(tensors, wanted.split(", "), strict=True):
         value = _arguments(at.node)[i]

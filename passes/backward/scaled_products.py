@@ -16,9 +16,10 @@ Each value is cast once for each way of scaling, whoever reads it. Weights, outp
 and values that backward reads as they are too, are cast once in forward and once in backward: a copy that is kept would take a
 byte of each element. 'tensorwise': one scale a matrix. 'rowwise': one for each row along the summed dim, so that products read
 each operand with two sets of scales.
+A head that is fused with its loss becomes the form of it that reads FP8 (kernels/loss/scaled_head.py), by option.
 Left as they are, with a note: what is outside of layers (embedding, head), the first and last layers by option, routers (whose
 result decides), and products whose gradient is partial, which cannot be cast before it is summed. Megatron's options:
-`fp8`, `fp8_recipe`, `fp8_wgrad`, `first_last_layers_bf16`.
+`fp8`, `fp8_recipe`, `fp8_wgrad`, `first_last_layers_bf16`; `fp8_head` is ours.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
+from megafx.kernels.loss import scaled_head
 from megafx.kernels.products_fp32 import mm_fp32
 from megafx.placements.types import M, P, Placement, R, S
 from megafx.planner.context import Planner
@@ -57,6 +59,10 @@ TRANSITION = mfx.transition.default
 
 ALL, ROWS, COLUMNS = -1, 0, 1  # what a scale is of
 LINEARS = (aten.mm.default, aten.addmm.default)
+STATS, LOSS = mfx.linear_ce_stats.default, mfx.linear_ce_loss.default
+WHOLES = (mfx.linear_cross_entropy_forward.default, mfx.linear_cross_entropy_forward_fp32.default)
+BACKWARDS = (mfx.linear_ce_loss_backward.default, mfx.linear_ce_loss_fp32_backward.default)
+_OF_HEADS = {*WHOLES, *BACKWARDS, STATS, *scaled_head.OPS}
 _WEIGHTS = (TRANSITION, mfx.join_parameters.default, aten._to_copy.default)  # between a parameter and a product
 
 
@@ -68,10 +74,17 @@ def scaled_products(program: Program, planner: Planner) -> int:
     for linear in scaler.linears():
         linear.kept = scaler.refusal(linear)
     scaled = [linear for linear in scaler.found if not linear.kept]
+    for head in scaler.heads():
+        head.kept = scaler.refusal_of_head(head)
+    heads = [head for head in scaler.found_heads if not head.kept]
     for linear in scaled:
         scaler.note_reads(linear)
+    for head in heads:
+        scaler.note_reads_of_head(head)
     for linear in scaled:
         scaler.rewrite(linear)
+    for head in heads:
+        scaler.rewrite_head(head)
     scaler.say()
     if scaler.changes:
         program.graph.eliminate_dead_code()
@@ -90,6 +103,16 @@ class _Linear:
     dgrads: list[fx.Node] = field(default_factory=list)
     wgrads: list[fx.Node] = field(default_factory=list)
     kept: str = ""  # why it is left as it is
+
+
+@dataclass
+class _Head:
+    """A linear that is fused with its loss. nodes: of forward and backward, in their order."""
+
+    x: fx.Node
+    weight: fx.Node
+    nodes: list[fx.Node] = field(default_factory=list)
+    kept: str = ""
 
 
 @dataclass
@@ -118,6 +141,7 @@ class _Scaler:
         self.largest: dict[Any, fx.Node] = {}
         self.casts: dict[Any, _Cast] = {}
         self.found: list[_Linear] = []
+        self.found_heads: list[_Head] = []
         self.placed: Callable[[fx.Node], str] = lambda product: ""
         self.late: dict[
             fx.Node, list[fx.Node]
@@ -164,16 +188,41 @@ class _Scaler:
             node = first[0] if isinstance(first, (list, tuple)) else first
         return node in self.params
 
+    def heads(self) -> list[_Head]:
+        """Losses with a linear in them."""
+        found: dict[Any, _Head] = {}
+        for node in self.program.graph.nodes:
+            if node.target in (*WHOLES, *BACKWARDS, STATS, LOSS):
+                x, weight = node.args[1:3] if node.target in BACKWARDS else node.args[:2]
+                found.setdefault((x, weight), _Head(x, weight)).nodes.append(node)
+        self.found_heads = [*found.values()]
+        return self.found_heads
+
+    def refusal_of_head(self, head: _Head) -> str:
+        if not self.config.fp8_head:
+            return "it is the head (fp8_head=False)"
+        if not self.config.fp8_wgrad:
+            return "its loss makes both gradients (fp8_wgrad=False)"
+        last = head.nodes[-1]
+        if not self._is_weight(head.weight) or not (
+            last.target in BACKWARDS or (last.target in WHOLES and last.args[-1])
+        ):
+            return "its weight is no parameter" if last.target in BACKWARDS else "no gradient of its loss is taken"
+        return self._of_operands(head.x, head.weight)
+
+    def _of_operands(self, *operands: fx.Node) -> str:
+        try:
+            held = [self.placement(n) for n in operands]
+        except PlacementError as error:
+            return f"what ranks hold of its operands is not known: {error.found}"
+        return "an operand is a sum over ranks yet to be made" if P in held[:2] else ""
+
     def refusal(self, linear: _Linear) -> str:
         """Why the linear is left as it is, or ''."""
         if why := self.placed(linear.product):
             return why
-        try:
-            held = [self.placement(n) for n in (linear.x, linear.weight, linear.product)]
-        except PlacementError as error:
-            return f"what ranks hold of its operands is not known: {error.found}"
-        if P in held[:2]:
-            return "an operand is a sum over ranks yet to be made"
+        if why := self._of_operands(linear.x, linear.weight, linear.product):
+            return why
         if self.t > 1 and self._shown(linear.product) == R:
             return "every rank computes all of it, so that its gradient is a sum over ranks yet to be made"
         return ""
@@ -214,6 +263,12 @@ class _Scaler:
             else:
                 self.read["turned"].add(linear.x)
 
+    def note_reads_of_head(self, head: _Head) -> None:
+        """Where forward makes the gradients too, both orientations come from one pass; else backward transposes bytes."""
+        self.read["plain"].add(head.x)
+        if self.rowwise or head.nodes[-1].target in WHOLES:
+            self.read["turned"].add(head.x)
+
     def _is_there(self, x: fx.Node) -> bool:
         """True if backward recomputes the value (`recompute_activations`), or reads it in its own dtype too (attention's
         output): a cast that is kept would cost memory."""
@@ -227,16 +282,22 @@ class _Scaler:
             readers |= {n for n in later if n.target not in SHAPED and tensors_of(n)}
         return x.target is not TRANSITION and bool(readers - scaled)
 
-    def cast_here(self, value: fx.Node, placement: Placement, kept: int, before: fx.Node) -> _Cast:
-        """A forward value in FP8 for one product, in front of it: transposed in backward, which then keeps nothing for it."""
+    def cast_here(
+        self, value: fx.Node, placement: Placement, kept: int, before: fx.Node, turned: bool | None = None
+    ) -> _Cast:
+        """A forward value in FP8 for one product, in front of it: made again in backward, which then keeps nothing for it.
+
+        turned: transposed, as products of backward read it.
+        """
         late = in_backward(before)
-        key = (value, kept, late)
+        turned = late if turned is None else turned
+        key = (value, kept, late, turned)
         if key not in self.casts:
             build = Builder(self.program, before, before, NAME)
             found = self._largest(build, value, value, placement, kept)
-            made = build(quantize, value, found, kept, "e4m3", False, not late, late)
+            made = build(quantize, value, found, kept, "e4m3", False, not turned, turned)
             q, qt, scale = (build(operator.getitem, made, i) for i in range(3))
-            self.casts[key] = _Cast(None if late else q, qt if late else None, scale, "e4m3")
+            self.casts[key] = _Cast(None if turned else q, qt if turned else None, scale, "e4m3")
         return self.casts[key]
 
     def cast(self, value: fx.Node, placement: Placement, kept: int, format: str, before: fx.Node) -> _Cast:
@@ -261,6 +322,7 @@ class _Scaler:
         if value.target is not TRANSITION or str(value.args[1])[0] != "S" or str(value.args[2]) not in ("I", "R"):
             return value, None
         scaled = {n for linear in self.found for n in (linear.product, *linear.dgrads, *linear.wgrads)}
+        scaled |= {n for head in self.found_heads if not head.kept for n in head.nodes}
         readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
         if not self._all_scaled(readers, scaled):
             return value, None
@@ -344,6 +406,35 @@ class _Scaler:
             made = self._product(wgrad, self.turned(dy, wgrad), self.turned(x, wgrad), dy, x)
             wgrad.replace_all_uses_with(made)
 
+    def rewrite_head(self, head: _Head) -> None:
+        over_rows, over_columns = (ROWS, COLUMNS) if self.rowwise else (ALL, ALL)
+        x_held, w_held, first = self.placement(head.x), self.placement(head.weight), head.nodes[0]
+        dtype = head.x.meta[VAL].dtype
+        x = self.cast(head.x, x_held, over_rows, "e4m3", first)
+        for node in head.nodes:
+            w = self.cast_here(head.weight, w_held, over_rows, node, False)
+            if node.target is LOSS:  # which reads statistics alone
+                node.args = (x.q, w.q, *node.args[2:])
+                continue
+            operands: tuple[Any, ...] = (x.q, w.q, x.scale, w.scale)
+            if node.target is STATS:
+                self._head(node, scaled_head.stats, *operands, *node.args[2:], dtype)
+                continue
+            wt = self.cast_here(head.weight, w_held, over_columns, node, True)
+            xt = self.cast(head.x, x_held, over_columns, "e4m3", first)
+            operands += (self.turned(xt, node), wt.qt, xt.scale, wt.scale, self.gradients)
+            if node.target in WHOLES:
+                op = scaled_head.wholes[WHOLES.index(node.target)]
+                self._head(node, op, *operands, *node.args[2:-1], dtype)
+            else:
+                op = scaled_head.backwards[BACKWARDS.index(node.target)]
+                self._head(node, op, node.args[0], *operands, *node.args[3:], dtype)
+            self.changes += 3
+
+    def _head(self, old: fx.Node, target: Any, *args: Any) -> None:
+        made = Builder(self.program, old, old, NAME)(target, *args)
+        old.replace_all_uses_with(_marked(made, old))
+
     def _product(self, old: fx.Node, a: fx.Node | None, b: fx.Node | None, left: _Cast, right: _Cast) -> fx.Node:
         build = Builder(self.program, old, old, NAME)
         formats = left.format, right.format
@@ -362,11 +453,17 @@ class _Scaler:
             key = fold(fqn_of(linear.product)), text
             said[key] += 1
             first.setdefault(key, linear.product)
+        for head in self.found_heads:
+            product = head.nodes[0]
+            text = f"left in {_name(product)}: {head.kept}" if head.kept else self._what(head)
+            said[fold(fqn_of(product)), text] += 1
+            first.setdefault((fold(fqn_of(product)), text), product)
         for node in self.program.graph.nodes:
             if (
                 cost_kind(op_name(node)) == MATMUL
                 and not in_backward(node)
                 and node.target not in LINEARS
+                and node.target not in _OF_HEADS
                 and self._reads_weight(node)
             ):
                 key = fold(fqn_of(node)), f"left in {_name(node)}: {op_name(node)} has no form in FP8"
@@ -378,9 +475,11 @@ class _Scaler:
     def _reads_weight(self, node: fx.Node) -> bool:
         return any(self._is_weight(a.args[0] if a.target is aten.t.default else a) for a in node.all_input_nodes)
 
-    def _what(self, linear: _Linear) -> str:
-        parts = ["forward", *(["dgrad"] if linear.dgrads else [])]
-        parts += ["wgrad"] if linear.wgrads and self.config.fp8_wgrad else []
+    def _what(self, linear: _Linear | _Head) -> str:
+        parts = ["forward", "dgrad", "wgrad"]
+        if isinstance(linear, _Linear):
+            parts = ["forward", *(["dgrad"] if linear.dgrads else [])]
+            parts += ["wgrad"] if linear.wgrads and self.config.fp8_wgrad else []
         gradients = f", gradients {self.gradients}" if len(parts) > 1 else ""
         scale = "a scale for each row along the summed dim" if self.rowwise else "one scale a matrix"
         return f"{', '.join(parts)} in FP8: e4m3{gradients}; {scale}"

@@ -46,10 +46,24 @@ def forward(
     """loss [], and with `gradients` those of x, weight and bias (empty otherwise, and that of no bias)."""
     check_linear(x, weight, bias, target)
     ignore_index, smoothing, gradients = how
-    chunks, target = LogitsChunks(x, weight, bias), target.contiguous()
-    factor = FP16_FACTOR if x.dtype == torch.float16 else 1.0
-    made = LayerGradients(chunks, factor, fp32) if gradients else None
-    losses = [x.new_zeros((), dtype=wide(x.dtype))]
+    bias_dtype = weight.dtype if bias is None else bias.dtype
+    chunks = LogitsChunks(x, weight, bias)
+    loss, made = loss_and_gradients(chunks, target, ignore_index, smoothing, gradients, fp32)
+    if made is None:
+        return loss, x.new_empty(0), weight.new_empty(0), weight.new_empty(0, dtype=bias_dtype)
+    db = weight.new_empty(0) if made.bias is None else made.bias
+    return loss, made.x, made.weight, db.to(bias_dtype)
+
+
+def loss_and_gradients(
+    chunks: LogitsChunks, target: Tensor, ignore_index: int, smoothing: float, gradients: bool, fp32: bool
+) -> tuple[Tensor, LayerGradients | None]:
+    """loss [], and with `gradients` those for an upstream gradient of 1, no larger than 1 at any logit."""
+    target, dtype, x = target.contiguous(), chunks.dtype, chunks.x
+    factor = FP16_FACTOR if dtype == torch.float16 else 1.0
+    bound = functools.partial(torch.full, (), factor, dtype=wide(dtype), device=x.device)
+    made = chunks.gradients(factor, fp32, bound) if gradients else None
+    losses = [x.new_zeros((), dtype=wide(dtype))]
     for rows, logits in chunks:
         loss, norm = token_losses(logits, target[rows], ignore_index, smoothing)
         losses.append(loss.sum())
@@ -58,11 +72,7 @@ def forward(
             how = Loss.whole(ignore_index, smoothing, logits)
             logits_gradient(each, logits, target[rows], norm, how, out=logits)
             made.add(rows)
-    bias_dtype = weight.dtype if bias is None else bias.dtype
-    if made is None:
-        return torch.stack(losses).sum(), x.new_empty(0), weight.new_empty(0), weight.new_empty(0, dtype=bias_dtype)
-    db = weight.new_empty(0) if made.bias is None else made.bias
-    return torch.stack(losses).sum(), made.x, made.weight, db.to(bias_dtype)
+    return torch.stack(losses).sum(), made
 
 
 def _fake(

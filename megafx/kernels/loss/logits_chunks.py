@@ -11,7 +11,7 @@ before they round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,29 +39,45 @@ def chunk_bytes(x: Sequence[int], weight: Sequence[int], itemsize: int) -> int:
     return (min(chunk_rows(x[0], weight[0], itemsize), x[0]) * classes + copied) * itemsize
 
 
-class LogitsChunks:
-    """x [T, K] and a linear layer (weight [V, K], bias [V] or none), whose logits [T, V] are made a chunk at a time."""
+def class_padding(classes: int, device: torch.device) -> int:
+    """Rows of zeros behind the weight."""
+    return -classes % CLASS_ALIGNMENT if device.type == "cuda" else 0
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.x, self.classes = x.contiguous(), weight.shape[0]
-        padding = -self.classes % CLASS_ALIGNMENT if x.device.type == "cuda" else 0
-        self.weight, self.bias = _padded(weight, padding), None if bias is None else _padded(bias, padding)
-        self.rows = chunk_rows(len(x), self.classes, x.element_size())
-        self.buffer = x.new_empty(min(self.rows, len(x)), self.classes + padding)
+
+class LogitsChunks:
+    """x [T, K] and a linear layer (weight [V, K], bias [V] or none), whose logits [T, V] are made a chunk at a time.
+
+    dtype: of the logits, that of x by default.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        self.x, self.classes, self.dtype = x.contiguous(), weight.shape[0], dtype or x.dtype
+        padding = class_padding(self.classes, x.device)
+        self.weight, self.bias = padded(weight, padding), None if bias is None else padded(bias, padding)
+        self.rows = chunk_rows(len(x), self.classes, self.dtype.itemsize)
+        self.buffer = x.new_empty(min(self.rows, len(x)), self.classes + padding, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(tokens, their logits); the logits are overwritten by the next ones."""
         for start in range(0, len(self.x), self.rows):
             rows = slice(start, min(start + self.rows, len(self.x)))
             out = self.buffer[: rows.stop - rows.start]
-            if self.bias is None:
-                torch.mm(self.x[rows], self.weight.t(), out=out)
-            else:
-                torch.addmm(self.bias, self.x[rows], self.weight.t(), out=out)
+            self.fill(rows, out)
             yield rows, out[:, : self.classes]
 
+    def fill(self, rows: slice, out: Tensor) -> None:
+        """out: the logits of these tokens."""
+        if self.bias is None:
+            torch.mm(self.x[rows], self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, self.x[rows], self.weight.t(), out=out)
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+    def gradients(self, factor: float, fp32: bool, largest: Callable[[], Tensor]) -> LayerGradients:
+        """largest: gives a bound of the magnitude of the logits' gradients, times factor, for who needs one."""
+        return LayerGradients(self, factor, fp32)
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
     """With zero rows behind its own."""
     return torch.cat([x, x.new_zeros(rows, *x.shape[1:])]) if rows else x
 
@@ -74,10 +90,10 @@ class LayerGradients:
 
     def __init__(self, chunks: LogitsChunks, factor: float = 1.0, fp32: bool = False) -> None:
         self.chunks, self.alpha, self.started = chunks, 1.0 / factor, False
-        x, bias = chunks.x, chunks.bias
-        self.x = torch.empty_like(x)
-        self._weight = torch.empty(chunks.weight.shape, dtype=wide(x.dtype) if fp32 else x.dtype, device=x.device)
-        self._bias = None if bias is None else torch.zeros(bias.shape, dtype=wide(x.dtype), device=x.device)
+        x, bias, dtype = chunks.x, chunks.bias, chunks.dtype
+        self.x = torch.empty(x.shape, dtype=dtype, device=x.device)
+        self._weight = torch.empty(chunks.weight.shape, dtype=wide(dtype) if fp32 else dtype, device=x.device)
+        self._bias = None if bias is None else torch.zeros(bias.shape, dtype=wide(dtype), device=x.device)
         if not len(x):
             self._weight.zero_()
 
@@ -91,12 +107,15 @@ class LayerGradients:
 
     def add(self, rows: slice) -> None:
         """What these tokens give: the gradient of their logits has taken the logits' place."""
-        x, grad = self.chunks.x[rows], self.chunks.buffer[: rows.stop - rows.start]
-        _product(grad, self.chunks.weight, self.x[rows], self.alpha, 0.0)
-        _product(grad.t(), x, self._weight, self.alpha, 1.0 if self.started else 0.0)
+        grad = self.chunks.buffer[: rows.stop - rows.start]
+        self.add_products(rows, grad)
         if self._bias is not None:
             self._bias += grad.sum(0, dtype=self._bias.dtype) * self.alpha
         self.started = True
+
+    def add_products(self, rows: slice, grad: Tensor) -> None:
+        _product(grad, self.chunks.weight, self.x[rows], self.alpha, 0.0)
+        _product(grad.t(), self.chunks.x[rows], self._weight, self.alpha, 1.0 if self.started else 0.0)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> None:

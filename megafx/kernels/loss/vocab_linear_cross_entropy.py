@@ -29,15 +29,19 @@ from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.loss import cross_entropy as parts
 from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.kernels.loss.linear_cross_entropy import check_linear
-from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks, chunk_bytes
+from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LogitsChunks, chunk_bytes
 
 
 def statistics(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *shard: Any) -> Tensor:
     """[T, 4] of this rank's classes."""
     check_linear(x, weight, bias, target)
+    return statistics_of(LogitsChunks(x, weight, bias), target, *shard)
+
+
+def statistics_of(chunks: LogitsChunks, target: Tensor, *shard: Any) -> Tensor:
     target = target.contiguous()
-    stats = x.new_empty(len(x), 4, dtype=wide(x.dtype))
-    for rows, logits in LogitsChunks(x, weight, bias):
+    stats = chunks.x.new_empty(len(chunks.x), 4, dtype=wide(chunks.dtype))
+    for rows, logits in chunks:
         stats[rows] = parts.rank_statistics(logits, target[rows], *shard)
     return stats
 
@@ -55,26 +59,41 @@ def backward(
     lse_grad: Tensor | None, ignore_index: int, smoothing: float, *shard: Any, fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> dx (this rank's summand), dweight, dbias (empty without one)."""
-    how, target = Loss.of_rank(ignore_index, smoothing, *shard), target.contiguous()
+    chunks, how = LogitsChunks(x, weight, bias), Loss.of_rank(ignore_index, smoothing, *shard)
+    return gradients_of(chunks, grad, target, all_stats, lse_grad, how, fp32, weight if bias is None else bias)
+
+
+def gradients_of(
+    chunks: LogitsChunks, grad: Tensor, target: Tensor, all_stats: Tensor, lse_grad: Tensor | None, how: Loss, fp32: bool,
+    bias_like: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """bias_like: has the dtype of the bias' gradient."""
+    target, dtype = target.contiguous(), chunks.dtype
     norm = parts.of_all_ranks(all_stats, target, how)[1]
-    low, most = x.dtype == torch.float16, None
+    low, most = dtype == torch.float16, None
     if low:
         given = grad if lse_grad is None else torch.cat([grad, lse_grad])
         most = given.abs().amax() if len(given) else grad.new_ones(())
         most = torch.where((most == 0) | ~most.isfinite(), 1.0, most)  # infinite: a mean over no label at all
         grad = grad / most * FP16_FACTOR
         lse_grad = None if lse_grad is None else lse_grad / most * FP16_FACTOR
-    chunks = LogitsChunks(x, weight, bias)
-    made = LayerGradients(chunks, FP16_FACTOR if low else 1.0, fp32)
+    made = chunks.gradients(FP16_FACTOR if low else 1.0, fp32, lambda: _bound(grad, lse_grad, target, how))
     for rows, logits in chunks:
         of_lse = None if lse_grad is None else lse_grad[rows]
         parts.logits_gradient(grad[rows], logits, target[rows], norm[rows], how, logits, of_lse)
         made.add(rows)
-    db = weight.new_empty(0, dtype=wide(x.dtype)) if made.bias is None else made.bias
+    db = made.weight.new_empty(0, dtype=wide(dtype)) if made.bias is None else made.bias
     found = [made.x, made.weight, db]
     if most is not None:
         found = [v.mul_(most) for v in found]
-    return found[0], found[1], found[2].to(weight.dtype if bias is None else bias.dtype)
+    return found[0], found[1], found[2].to(bias_like.dtype)
+
+
+def _bound(grad: Tensor, lse_grad: Tensor | None, target: Tensor, how: Loss) -> Tensor:
+    """[] that no gradient of a logit exceeds in magnitude: those of a token are its own, times numbers of at most 1."""
+    most = grad.abs().masked_fill(target == how.ignore_index, 0.0)
+    most = most if lse_grad is None else most + lse_grad.abs()
+    return most.amax() if len(most) else grad.new_zeros(())
 
 
 _LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
