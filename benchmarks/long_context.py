@@ -1,12 +1,13 @@
 """Training steps on long sequences over all GPUs of a host: ranks that cut the sequence, ranks that cut weights, torch's own.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/long_context.py --tokens 131072
-    torchrun --standalone --nproc-per-node 2 benchmarks/long_context.py --tokens 32768 --modes 2x1,1x2
+    torchrun --standalone --nproc-per-node 2 benchmarks/long_context.py --tokens 32768 --modes 2x1-all_gather,2x1-a2a,1x2
     torchrun --standalone --nproc-per-node 2 benchmarks/long_context.py --tiny     # CPU: does it run, are losses equal
 
 Layers of Llama-8B's shape without embedding and head, one sequence, bf16, AdamW. A mode `CxT` is context_parallel_size=C and
-tensor_model_parallel_size=T, with sequence parallelism where T > 1; `torch` is torch.distributed.tensor.experimental's
-context_parallel with keys gathered, in eager mode, its gradients all-reduced one by one.
+tensor_model_parallel_size=T, with sequence parallelism where T > 1; a cp_comm_type may follow. `torch` is
+torch.distributed.tensor.experimental's context_parallel with keys gathered, in eager mode, its gradients all-reduced one by
+one.
 
 Modes take turns in each round; milliseconds of a step on each rank are medians. Peak: of one mode's own tensors and steps;
 predicted: by megafx.predict_memory.
@@ -63,10 +64,12 @@ class Layers(nn.Module):
 
 
 def of_megafx(mode: str, model: nn.Module, x: Tensor, say: Callable[..., None]) -> Step:
-    context, tensor = map(int, mode.split("x"))
+    sizes, _, by = mode.partition("-")
+    context, tensor = map(int, sizes.split("x"))
     config = megafx.Config(
-        context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, cache=False
-    )
+        context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, cache=False,
+        cp_comm_type=by or "auto",
+    )  # fmt: skip
     if x.is_cuda and dist.get_rank() == 0:
         say(f"{mode}: {megafx.predict_memory(model, config, example_inputs=(x,)).peak / 1e9:.1f} GB predicted")
     model = megafx.parallelize(model, config)

@@ -84,8 +84,10 @@ class Config:
         least=1,
         short="ep",
     )
-    cp_comm_type: Literal["all_gather"] = _option(
-        "all_gather", "how ranks of the context-parallel axis meet in attention: keys and values are gathered"
+    cp_comm_type: Literal["auto", "all_gather", "a2a"] = _option(
+        "auto",
+        "how ranks of the context-parallel axis meet in attention: 'all_gather': keys and values are gathered; 'a2a': a rank "
+        "gets some of the heads, of all tokens; 'auto': for each attention what costs less",
     )
     sequence_parallel: bool | Literal["auto"] = _option(
         "auto",

@@ -8,8 +8,10 @@ After:   %i = transition(%ids, I -> S1, 'cp', 2);  %x = embedding(%w, %i)       
 Legal because: it is what `plan_sharding`, `insert_transitions` and `localize_shapes` do for the tensor-parallel axis, here
 for another. The result is canonical again: to the next axis, transitions are ops with a rule.
 
-What differs is the policy. No size is cut but that of a sequence; wherever an op's rule lets it be cut, it is. Where attention
-is causal each rank has a part of the head and the mirrored part of the tail, so that all have as many keys to see. Parameters
+What differs is the policy. No size is cut but that of a sequence; wherever an op's rule lets it be cut, it is. An attention may
+have some of the heads on each rank instead, and all tokens (`cp_comm_type`): q, k and v are exchanged before it, S2 -> S1, and
+its result after it, S1 -> S2. Where attention with cut queries is causal each rank has a part of the head of the sequence and
+the mirrored part of the tail, so that all have as many keys to see. Parameters
 are whole (R), so that their gradients are summands, which `data_parallel` adds up with those of the other ranks. Inputs and
 outputs are whole on every rank. An op whose rule does not let the sequence be cut gets it gathered.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import megafx.kernels.attention.attention  # noqa: F401  registers megafx::attention
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
@@ -35,11 +38,12 @@ from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import R
 from megafx.planner.context import Planner
 from megafx.planner.cost import cost_kind
+from megafx.rules.candidates import HEADS
 from megafx.units import bytes_text
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "cut_sequence"
-sdpa = torch.ops.aten.scaled_dot_product_attention.default
+sdpa, megafx_attention = torch.ops.aten.scaled_dot_product_attention.default, torch.ops.megafx.attention.default
 
 
 def cut_sequence(program: Program, planner: Planner) -> int:
@@ -68,13 +72,23 @@ def cut_sequence(program: Program, planner: Planner) -> int:
         planner_policy="free", overrides={}, sequence_parallel=False, gather_outputs=True, differentiable_outputs=True
     )
     params = {spec.name: R for spec in program.inputs if spec.kind == "param"}
+    attentions = _attentions(program)
     axis = Planner(
         config, planner.data.context, planner.hardware, None, planner.wants_grad, params, axis=CONTEXT_AXIS, cuts=names,
-        head_tail=_sees_what_came_before(program),
+        head_tail=any(map(_sees_what_came_before, attentions)), by_heads=_may_exchange_heads(program, planner, attentions),
+        always_by_heads=config.cp_comm_type == "a2a",
     )  # fmt: skip
     plan_sharding(program, axis)
+    exchanged = [
+        n for n in axis.by_heads if axis.solved.ops[n.name].out.is_shard and axis.solved.ops[n.name].out.dim == HEADS
+    ]
+    if axis.head_tail and not any(map(_sees_what_came_before, set(attentions) - set(exchanged))):
+        # No rank has late queries alone, so a rank's tokens can be one range, which is exchanged without one more copy.
+        program.phase, axis.head_tail, axis.by_heads, axis.always_by_heads = Phase.CANONICAL, False, exchanged, True
+        plan_sharding(program, axis)
     count = insert_transitions(program, axis)
     _say_where_it_is_gathered(program, axis)
+    _say_what_is_exchanged(program, attentions, exchanged)
     localize_shapes(program, axis)
     for node in program.graph.nodes:  # the next axis has placements of its own
         node.meta.pop(PLACEMENT, None)
@@ -87,10 +101,40 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     return count
 
 
-def _sees_what_came_before(program: Program) -> bool:
-    """Whether queries of some attention see all keys before them: late ones cost more, so each rank gets early and late."""
-    attentions = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
-    return any(argument(node, "causal") and not argument(node, "window") for node in attentions)
+def _attentions(program: Program) -> list[fx.Node]:
+    """Attentions whose result is [b, heads, s, d]."""
+    found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in (sdpa, megafx_attention)]
+    return [n for n in found if n.meta[VAL].dim() == 4]
+
+
+def _sees_what_came_before(attention: fx.Node) -> bool:
+    """Whether its queries see all keys before them: late ones cost more, so each rank gets early and late."""
+    causal = attention.target is megafx_attention and argument(attention, "causal")
+    return bool(causal and not argument(attention, "window"))
+
+
+def _may_exchange_heads(program: Program, planner: Planner, attentions: list[fx.Node]) -> list[fx.Node]:
+    """Those whose ranks may have some of the heads each, instead of some of the queries; a note where the user asks in vain.
+
+    Key-value heads go with their query heads. Where 'auto' chooses, tensor-parallel ranks have whole groups of both as well:
+    else they would gather q, k and v first, which this axis' prices do not know.
+    """
+    assert planner.data is not None
+    ranks, wanted = planner.data.context, planner.config.cp_comm_type
+    found = list[fx.Node]()
+    for node in attentions if wanted != "all_gather" else ():
+        heads = node.args[1].meta[VAL].shape[HEADS]  # type: ignore[union-attr]
+        if not isinstance(heads, int) or heads < ranks:
+            if wanted == "a2a":
+                has = f"{heads} key-value head{'s' * (heads != 1)}, fewer than the {ranks} ranks of '{CONTEXT_AXIS}'"
+                found_out = f"attention has {has}: keys and values are gathered, not heads exchanged"
+                program.note("context parallel", found_out, node)
+        elif wanted == "a2a" or heads % (ranks * planner.t) == 0:
+            found.append(node)
+            if heads % ranks:
+                held = f"{heads} key-value heads on {ranks} ranks: each computes {-(-heads // ranks)}, some of them padding"
+                program.note("context parallel", f"heads are exchanged: {held}", node)
+    return found
 
 
 def _name_axis_of_draws(program: Program, axis: str) -> None:
@@ -121,7 +165,8 @@ def _say_what_draws(program: Program) -> None:
     for node in filter(is_draw, program.graph.nodes):
         drop = draw_of(node)
         if drop.shard_dim >= 0 and drop.p and drop.seed is not None and cost_kind(op_name(node)) == ATTENTION:
-            found = "attention with dropout: its queries are cut, so tensor-parallel ranks compute all of its heads"
+            cut = "its queries are cut" if drop.shard_dim == 2 else f"'{CONTEXT_AXIS}' cuts its heads"
+            found = f"attention with dropout: {cut}, so tensor-parallel ranks compute all heads that are left"
             program.note("context parallel", found, node)
 
 
@@ -150,3 +195,14 @@ def _say_where_it_is_gathered(program: Program, axis: Planner) -> None:
             f"{op_name(reader)} has the sequence whole{why}: {bytes_text(size)} are gathered",
             reader,
         )
+
+
+def _say_what_is_exchanged(program: Program, attentions: list[fx.Node], exchanged: list[fx.Node]) -> None:
+    """What a rank sends where heads are exchanged."""
+    moved = [
+        n for n in program.graph.nodes if is_transition(n, CONTEXT_AXIS) and n.args[1][0] == "S" and n.args[2][0] == "S"
+    ]
+    if exchanged:
+        size, of = sum(program.sizes.bytes(n.meta[VAL]) for n in moved), f"{len(exchanged)} of {len(attentions)}"
+        text = f"{of} attentions have some of the heads on each rank: a forward pass exchanges {bytes_text(size)}"
+        program.note("context parallel", f"{text} over '{CONTEXT_AXIS}'")

@@ -162,14 +162,17 @@ def local_offset(layout: Layout, position: int, t: int) -> int | None:
 def wholes_of_part(part: Layout, start: int, bounds: Sequence[int], t: int) -> list[Layout]:
     """Layouts of a dim that is cut at `bounds`, such that [start, start + part.size) has layout `part`.
 
-    Each other interval is cut evenly (k and v that are gathered), or like `part`: by whole periods of it, or, where it is one
-    uneven block, in the same units (the heads of a fused q|k|v), and in as many units (15 query heads as 5 groups of 3, with 5
-    heads of k and v).
+    Each other interval is cut evenly (k and v that are gathered), or like `part`: by whole periods of it, in as many blocks (of
+    heads that are exchanged over an outer axis, those of each of its ranks), or, where it is one uneven block, in the same
+    units (the heads of a fused q|k|v), and in as many units (15 query heads as 5 groups of 3, with 5 heads of k and v).
     """
     period, (count, unit) = part.pattern_size, part.blocks[0]
     ways: list[Way] = [lambda size: [(size, 1)]]
     if not part.simple():
         ways.append(lambda size: [*part.blocks] * (size // period) if size % period == 0 else None)
+        units = part.rep * count
+        if len(part.blocks) == 1:
+            ways.append(lambda size: [(count, size // units)] * part.rep if size % units == 0 else None)
     elif part.padded(t):
         ways.append(lambda size: [(size // unit, unit)] if size % unit == 0 else None)
         ways.append(lambda size: [(count, size // count)] if size % count == 0 else None)

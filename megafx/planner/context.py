@@ -39,7 +39,8 @@ class Planner:
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
     one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
     that are priced. axis: the one that is planned. cuts: names of the sizes that it cuts, wherever a rule lets it; none: any
-    size that pays. head_tail: cuts are such layouts. fits: the activation memory budget, a fraction, was chosen to fit the
+    size that pays. head_tail: cuts are such layouts. by_heads: attentions whose heads it may cut instead;
+    always_by_heads: it does. fits: the activation memory budget, a fraction, was chosen to fit the
     device, so it promises bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8
     are kept until a weight changes.
     """
@@ -60,6 +61,8 @@ class Planner:
     axis: str = TENSOR_AXIS
     cuts: Collection[str] = ()
     head_tail: bool = False
+    by_heads: Collection[fx.Node] = ()
+    always_by_heads: bool = False
     fits: bool = False
     device_bytes: int | None = None
     keeps_casts: bool = False

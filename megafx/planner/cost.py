@@ -147,8 +147,9 @@ def across_hosts(
     return alpha + ring, min(rate, own * hardware.network_bytes_per_second)
 
 
-# Part of the value that a collective of shards in pieces copies on each rank.
-_COPIED = {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}
+def _copied(collective: str, t: int) -> float:
+    """Part of the value that a collective of shards in pieces copies on each rank: one that exchanges, before and after it."""
+    return {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0, ALL_TO_ALL: 2 / t}.get(collective, 0.0)
 
 
 def in_pieces(placement: Placement, shape: Sequence[int]) -> bool:
@@ -177,10 +178,9 @@ def transition_cost(
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
     copied = memory_seconds(2 * numel * itemsize, hardware) if in_pieces and t > 1 else 0.0  # read and written once
     return Cost(
-        collective_seconds(row.forward, numel, itemsize, hardware, t, inner=inner)
-        + copied * _COPIED.get(row.forward, 0.0),
+        collective_seconds(row.forward, numel, itemsize, hardware, t, inner=inner) + copied * _copied(row.forward, t),
         collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced, inner=inner)
-        + copied * _COPIED.get(backward, 0.0),
+        + copied * _copied(backward, t),
         collective_bytes(row.forward, numel, itemsize, t),
         collective_bytes(backward, numel, itemsize, t),
     )

@@ -28,6 +28,7 @@ from megafx.rules.grammar import names
 from megafx.rules.strategies import OpRule, Strategy, Template, factor_layouts, place, row, rows
 
 Cut = tuple[int, Layout]
+HEADS = 1  # the dim of attention's operands and results [b, heads, s, d]
 
 
 class Candidates:
@@ -52,9 +53,11 @@ def find_candidates(
     t: int,
     only: Collection[str] = (),
     head_tail: bool = False,
+    by_heads: Collection[fx.Node] = (),
 ) -> Candidates:
     """rules: of all active ops, in graph order; params_and_inputs: the active placeholders. only: names of sizes, where no
-    dim may be cut but those that have one of them; head_tail: by such layouts."""
+    dim may be cut but those that have one of them; head_tail: by such layouts. by_heads: attentions whose heads may be cut
+    too, but no value around them."""
     found = Candidates()
     adjacent: dict[fx.Node, list[tuple[OpRule, int]]] = {}
     shapes: dict[fx.Node, tuple[int, ...]] = {}
@@ -109,6 +112,11 @@ def find_candidates(
             for j, other, cut in implied:
                 if (value := side(rule, j)) is not None:
                     add(value, other, cut)
+    for node in by_heads:
+        template = rules[node].template
+        head = template.entries(1)[HEADS]  # of keys: whole groups of query heads
+        if head is not None and head not in template.forbidden:
+            found._layouts.setdefault(node, {})[head, Layout.contiguous(template.sizes[head], t)] = None
     return found
 
 

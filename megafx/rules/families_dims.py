@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafx.ir.sizes import FIRST_PRIME
+from megafx.placements.types import Layout
 from megafx.rules.families import Arg, OpCall, Part, RuleText, dims, family
 
 # -- moving and repeating dims
@@ -304,11 +305,20 @@ def _where(call: OpCall) -> str:
 
 @family("megafx.transition")
 def _transition(call: OpCall) -> RuleText:
-    """A transition of another axis than the one that is placed: what it moves are whole dims, all others are free."""
-    moved = {int(tag[1:]) for tag in (call.get("src"), call.get("dst")) if tag[0] == "S"}
-    shape = call.first.shape
-    entries = [f"f{d}" for d in range(len(shape))]
-    operand = " ".join(f"{f}!" if d in moved else f for d, f in enumerate(entries))
-    result = " ".join(f"m{d}!" if d in moved else f for d, f in enumerate(entries))
-    why = {f"{letter}{d}": "the dim is moved on another axis" for d in moved for letter in "fm"}
-    return RuleText(f"lin: {operand} -> {result}", why)
+    """A transition of another axis than the one that is placed: what it moves are whole dims, all others are free.
+
+    Of heads that are exchanged for tokens, c ranks get h each: those h may be cut here, and so those of each rank before.
+    """
+    src, dst, ranks = call.get("src"), call.get("dst"), call.get("size")
+    operand = [f"f{d}" for d in range(len(call.first.shape))]
+    result, moved = [*operand], [int(tag[1:]) for tag in (src, dst) if tag[0] == "S"]
+    for d in moved:
+        operand[d], result[d] = f"f{d}!", f"m{d}!"
+    exchanged = zip(moved, ("src_layout", "dst_layout"), (result, operand), (operand, result), strict=False)
+    for d, flat, whole, part in exchanged if len({*moved}) == 2 else ():
+        cut = Layout.from_flat(call.get(flat))
+        if cut.size < FIRST_PRIME and cut.contiguous_shards(ranks):
+            whole[d], part[d] = f"(r{d} f{d})", f"f{d}"
+    why = {f"{letter}{d}": "the dim is moved on another axis" for d in moved for letter in "rm"}
+    why |= {f"f{d}": "the dim is moved on another axis" for d in moved if operand[d] == f"f{d}!"}
+    return RuleText(f"lin: {' '.join(operand)} -> {' '.join(result)}", why)

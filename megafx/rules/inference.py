@@ -51,7 +51,7 @@ def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes, axis: str = TENSOR_
     if is_transition(node, axis):
         return _transition(reader)
     if str(node.target) == TRANSITION:
-        return _of_another_axis(reader)
+        return _of_another_axis(reader, outer=axis == TENSOR_AXIS)
     facts_of_op = facts_of(node.target)
     if facts_of_op.types and axis == TENSOR_AXIS:
         return _by_types(reader, facts_of_op.types)
@@ -274,10 +274,13 @@ def _transition(at: _Inference) -> Placement:
     return R if dst.kind == "I" else dst
 
 
-def _of_another_axis(at: _Inference) -> Placement:
-    """Ranks of an outer axis hold what they held, however inner axes move what is within a part."""
+def _of_another_axis(at: _Inference, outer: bool) -> Result:
+    """Ranks of an outer axis hold what they held, however inner axes move what is within a part. outer: the transition is of
+    one, so that what it exchanges is cut again here."""
     fact = at.given[0]
     moved = {Placement.parse(str(tag), (1,)).dim for tag in at.node.args[1:3]}
+    if outer and fact.is_shard and fact.dim in moved and -1 not in moved and len(moved) == 2:
+        return at.generic()
     if fact.is_shard and fact.dim in moved and fact.cut.contiguous_shards(at.t):  # one part after the other
         return S(fact.dim, Layout.contiguous(at.t * at.shape(at.node)[fact.dim], at.t))
     return fact

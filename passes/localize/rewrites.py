@@ -17,9 +17,11 @@ from megafx.ops.axes import with_axis
 from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK
 from megafx.ops.shared_heads import repeats_for
 from megafx.passes.localize.editor import Family, Localizer, replace
+from megafx.placements.data_axis import CONTEXT_AXIS
 from megafx.placements.types import Layout, P, S
 from megafx.placements.views import local_offset
 from megafx.planner.plan import OpChoice
+from megafx.rules.candidates import HEADS
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 
@@ -119,12 +121,27 @@ def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op that draws.
 
     On a shard it draws its slice of the bits that one process would draw: the op gets the cut of its result. What does not
-    draw has a cut only of an outer axis (the queries of attention), which stays.
+    draw has a cut only of an outer axis (the queries of attention), which stays; heads that such an axis cuts are whole to the
+    op, and cut once more on the next.
     """
     drop = draw_of(node)
-    if choice.out.is_shard and (drop.shard_dim < 0 or (drop.p and drop.seed is not None)):
+    draws = bool(drop.p and drop.seed is not None)
+    if choice.out.is_shard and not draws and local.axis == CONTEXT_AXIS and choice.out.dim == HEADS:
+        return
+    if choice.out.is_shard and (drop.shard_dim < 0 or draws):
         axis = with_axis(argument(node, "axis"), local.axis)
         set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
+
+
+# -- heads that ranks of an outer axis exchange
+
+
+def localize_transition(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """transition(x, S2 -> S1) of an outer axis, [1, c, h]: where the h heads that it gives a rank are cut -> [1, c, h / t]."""
+    for tag, layout, placement in ((1, 3, choice.ins[0]), (2, 4, choice.out)):
+        if placement.is_shard and node.args[tag] == placement.tag:
+            left = local.local_dims((placement.cut.size,), S(0, placement.cut))[0]
+            node.update_arg(layout, [1, node.args[6], left])
 
 
 # -- key-value heads that ranks share
@@ -174,6 +191,7 @@ REWRITES: dict[str, Family] = {
     "aten._unsafe_view.default": localize_sizes,
     "aten.expand.default": localize_sizes,
     "aten.slice.Tensor": localize_slice,
+    "megafx.transition.default": localize_transition,
     "aten.mean.dim": localize_mean,
     "aten.mean.default": localize_mean,
 }

@@ -40,7 +40,7 @@ from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY, Policy, Yields, normalised_places
 from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
 from megafx.planner.solver import PATIENCE, SECONDS, InfeasibleError, Solution, TooWideError, solve
-from megafx.rules.candidates import find_candidates, results_of, strategies
+from megafx.rules.candidates import HEADS, find_candidates, results_of, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
@@ -134,7 +134,9 @@ def make_problem(
     given: Any = {"sequence_parallel": sequence_parallel, "free": free, "yields": yields}
     policy = Policy(program, planner.rules, active, planner.t, **given)
     placeholders = [n for n in order if n.op == "placeholder"]
-    candidates = find_candidates(planner.rules, placeholders, program.sizes, planner.t, planner.cuts, planner.head_tail)
+    candidates = find_candidates(
+        planner.rules, placeholders, program.sizes, planner.t, planner.cuts, planner.head_tail, planner.by_heads
+    )
     overrides = Overrides(program, config.overrides if styles is None else styles, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
@@ -209,6 +211,8 @@ def _where_it_can_be_cut(
     """Of an axis that cuts some sizes, wherever a rule lets it: the strategies that do. Where none does, all ranks have the
     values and their gradients whole; parameters, and what has no such size, as it comes."""
     cut = [s for s in every if any(p.is_shard for p in (*s.ins, s.out))]
+    if node in planner.by_heads and planner.always_by_heads:
+        return [s for s in cut if s.out.is_shard and s.out.dim == HEADS]
     if cut:
         return cut
     values = [*(o.node for o in rule.operands), *(n for n in results_of(node, rule) if n is not None)]

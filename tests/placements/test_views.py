@@ -182,6 +182,7 @@ def test_a_cut_of_one_slice_becomes_a_cut_of_the_whole():
     groups = wholes(Layout.of([(5, 24)], 2), 0, (0, 120, 160, 200))
     assert groups == ["5x24+2x20+2x20", "5x24+5x8+5x8"]  # heads of another size are cut evenly, or with their groups
     assert wholes(Layout.of([(2, 32)], 2, rep=4), 256, (0, 256, 512)) == ["2x128+2x32+2x32+2x32+2x32", "8*(2x32)"]
-    assert wholes(Layout.of([(2, 32)], 2, rep=2), 0, (0, 128, 144, 160)) == ["2x32+2x32+2x8+2x8"]  # q in groups
+    groups = wholes(Layout.of([(2, 32)], 2, rep=2), 0, (0, 128, 144, 160))
+    assert groups == ["2x32+2x32+2x8+2x8", "2x32+2x32+2x4+2x4+2x4+2x4"]  # q in groups; k and v evenly, or in as many
     assert wholes(Layout.of([(2, 3), (2, 4)], 2), 0, (0, 14, 19)) == ["2x3+2x4+5"]
     assert wholes(Layout.of([(2, 3)], 2, rep=PRIME), 0, (0, 6 * PRIME)) == []

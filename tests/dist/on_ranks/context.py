@@ -88,11 +88,15 @@ def trains_like_one_process(options: dict[str, Any], p: float, mesh: DeviceMesh 
 def steps_are_those_of_one_process() -> None:
     trains_like_one_process(CP, 0.0)
     trains_like_one_process(CP, 0.3)
+    for p in (0.0, 0.3):  # three heads on two ranks
+        trains_like_one_process(CP | {"cp_comm_type": "a2a"}, p)
 
 
 @check(4, slow=True)
 def beside_other_axes() -> None:
-    trains_like_one_process({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, 0.0)
+    both = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
+    trains_like_one_process(both, 0.0)
+    trains_like_one_process(both | {"cp_comm_type": "a2a"}, 0.0)
     sizes = CP | {"data_parallel_size": 2}
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
     trains_like_one_process(sizes | {"data_parallel": "fsdp"}, 0.3, mesh)
