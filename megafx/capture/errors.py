@@ -141,6 +141,8 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED, TRANSFORM)
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
+        if not module and "submodule" not in fix:
+            fix += "; or put the lines that do so into a submodule (an nn.Module of its own), which is left eager"
     made = CaptureError(found, fix=fix, module=module, source=source)
     if not by_data and (found, fix) != GENERATOR:
         made = made.caught_as(type(error))

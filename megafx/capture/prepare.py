@@ -53,7 +53,7 @@ from megafx.capture.functions import (
 )
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.libraries.flex import as_written, flex_replacements
-from megafx.capture.libraries.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
+from megafx.capture.libraries.huggingface import CachesLeftOut, attention_replacements, is_hf_model, no_cache
 from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
@@ -622,8 +622,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
     attributes = vars(config)
     if attributes.get("use_cache"):
-        parts = (vars(m) for m in model.modules() if m.training and vars(m).get("config") is config)
-        attributes["use_cache"] = False if any(p.get("gradient_checkpointing") for p in parts) else NO_CACHE
+        attributes["use_cache"] = no_cache(config, model)
     implementation = attributes.get("_attn_implementation_internal")
     if isinstance(implementation, str) and implementation not in _TRACEABLE_ATTENTION:
         usable = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from megafx.capture.libraries.huggingface import caches_left_out
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import Input, Program
-from megafx.runtime.keys import Call
+from megafx.runtime.keys import Call, user_name
 from megafx.units import bytes_text
 
 KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until backward
@@ -107,6 +108,9 @@ def in_eager_mode(
         with runtime.turns.capture(), contextlib.ExitStack() as stack:
             for context in autocast:
                 stack.enter_context(torch.autocast(**context))
+            given = zip(call.names(), call.leaves, strict=True)
+            asked = any(user_name(name) == "use_cache" and x is not None for name, x in given)
+            stack.enter_context(caches_left_out(runtime.model, runtime.configs, asked))
             return runtime.as_written(call)
     finally:
         for module, mode in modes.items():

@@ -42,7 +42,7 @@ from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.guards import changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.hooks_of_absent import before_autograd_comes, only_with_gradients
-from megafx.runtime.hooks_on_outputs import Waiting, called_for, refuse_others, refused, watch
+from megafx.runtime.hooks_on_outputs import Arrived, Waiting, above_others, called_for, refused, watch
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
@@ -264,6 +264,8 @@ class BoundGraph:
             outputs, step.outputs = step.outputs, []
             for index, output in zip(self.connected, results, strict=True):
                 outputs[index] = output
+            if self.siblings:
+                above_others(outputs, self, step)
         else:
             with running(self.running()) if self.tapes else contextlib.nullcontext():
                 outputs = self.finish(self.executable.forward(inputs)[0], call)
@@ -537,8 +539,7 @@ class _Step:
         self.layouts: list[TPTensor | None] = []
         self.run = graph.running()
         self.tangents: list[Any] = []
-        self.watched: list[Waiting] = []  # outputs that other outputs depend on
-        self.of_output: tuple[int, str] = -1, ""  # the last run of autograd with respect to an output
+        self.watched, self.arrived = list[Waiting](), Arrived(self)  # outputs that other outputs depend on
 
     def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs that autograd knows of."""
@@ -559,16 +560,15 @@ class _Step:
     def backward(self, tangents: Sequence[Any], edges: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
         """Gradients of `wrt`. edges: where autograd sends each; specs: of those that are DTensors."""
         graph = self.graph
-        refuse_others(self.of_output)
+        tangents = self.arrived.tangents(graph.connected, tangents, edges)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         if all(x is None for x in tangents) and not graph.tapes:  # by way of what makes nothing of it
             return [None] * len(specs)
         own = len(graph.compiled.differentiated)
         beside = any(x is not None for x in tangents[own:]) and not in_eager
-        hooked = called_for(
-            self.watched, {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
-        )
+        given = {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
+        hooked = called_for(self.watched, given, self.arrived)
         if (beside or in_eager or hooked) and call is None:
             raise freed()
         if (beside or in_eager or hooked) and self.run.wrote:
@@ -604,8 +604,8 @@ class _Step:
                     by_output = dict(zip(graph.connected, tangents, strict=True))
                     gradients = graph.differentiable.recompute(again, call, by_output, edges)
                 else:
-                    given = graph.local_tangents(tangents[:own], self.layouts[:own])
-                    gradients = graph.backward(self.kept, given, retain, edges, self.run)
+                    local = graph.local_tangents(tangents[:own], self.layouts[:own])
+                    gradients = graph.backward(self.kept, local, retain, edges, self.run)
                 graph.check_gradients(gradients)
         except LostRankError:
             if boards is not None:

@@ -6,7 +6,12 @@
 
 To autograd all outputs of a graph are results of one function, so what comes to `logits` by way of `loss` is seen inside of the
 backward graph alone. Hooks on such an output wait; where there are any, the gradients are those of the call computed once more
-in eager mode, with the hooks on its own values (gradients_of_gradients.py). So is `torch.autograd.grad(out.loss, out.logits)`.
+in eager mode, with the hooks on its own values (gradients_of_gradients.py).
+
+    torch.autograd.grad(out.loss, out.logits)
+
+is computed so, too. An output that depends on others comes of a function of them (`_Above`), so that autograd goes on to these
+where their gradient is asked for; a hook puts it in the place of the zeros that arrive there.
 """
 
 from __future__ import annotations
@@ -67,13 +72,45 @@ class Waiting(OrderedDict[int, Any]):
         return OrderedDict()
 
 
+def above_others(outputs: list[Any], graph: Any, step: Any) -> None:
+    """Replace outputs that depend on others, and on which none depends (autograd would not take what a hook gives of these, if
+    it had to go on from them). outputs: of a call of a graph (bound_graph.py). Tensors of megafx's classes stay as they are."""
+    mine = [i for i in graph.connected if i in graph.user_outputs and i not in graph.given_back]
+    for index in mine:
+        output = outputs[index]
+        below = [outputs[i] for i, (_, users) in graph.siblings.items() if index in users and i in mine]
+        if below and index not in graph.siblings and type(output) is Tensor and output.grad_fn is not None:
+            outputs[index] = _Above.apply(step.arrived, index, output, *below)
+
+
+class _Above(torch.autograd.Function):
+    """An output, as a function of those that it depends on, whose gradients backward of the graph computes."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Arrived, index: int, output: Tensor, *below: Tensor) -> Tensor:
+        ctx.arrived, ctx.index, ctx.below = arrived, index, [weakref.ref(x) for x in below]
+        ctx.set_materialize_grads(False)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        arrived: Arrived = ctx.arrived
+        arrived.look()
+        if gradient is None or not arrived.wanted:
+            return None, None, gradient, *[None for _ in ctx.below]
+        arrived.gradients[ctx.index] = gradient
+        below = [None if (x := ref()) is None or not arrived.wants(x) else x for ref in ctx.below]
+        zeros = (None if x is None else torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape) for x in below)
+        return None, None, gradient, *zeros
+
+
 def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozenset[int]]], step: Any) -> list[Waiting]:
-    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients. watched: index -> the name of an
-    output that others depend on, and the indices of those; an output comes after those that depend on it, as autograd calls
-    hooks in the order in which they are set. step: the call (bound_graph.py)."""
-    arrived = Arrived(weakref.ref(step))
+    """Let hooks on outputs wait from now on. outputs: of one call, those with gradients, as the user gets them. watched: index
+    -> the name of an output that others depend on, and the indices of those; an output comes after those that depend on it, as
+    autograd calls hooks in the order in which they are set. step: the call (bound_graph.py)."""
+    arrived: Arrived = step.arrived
     for index, output in outputs.items():
-        if index not in watched:
+        if index not in watched and not isinstance(output.grad_fn, _Above._backward_cls):
             output.register_hook(arrived.at(index))
     tables = []
     for index, (name, users) in watched.items():
@@ -92,14 +129,31 @@ _OURS = -1  # no hook of a user has this key
 
 class Arrived:
     """The outputs of a call that a run of autograd gave gradients. A run that differentiates with respect to an output would
-    leave out what other outputs add to its gradient: autograd need not call the function that all are results of. There the
-    hook gives all of it."""
+    leave out what other outputs add to its gradient: there the hook gives all of it.
 
-    def __init__(self, step: weakref.ref[Any]) -> None:
-        self.step, self.run = step, -1
-        self.wanted: list[Tensor] = []  # outputs with respect to which the run differentiates
-        self.accumulates = False  # by backward(inputs=...)
-        self.gradients: dict[int, Tensor] = {}  # of outputs, where there are such
+    wanted: outputs with respect to which the run differentiates. accumulates: by backward(inputs=...). gradients: of outputs,
+    where there are such, as they came. given: the last run in which a hook gave all of an output's gradient, and its name.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self.step: weakref.ref[Any] = weakref.ref(step)
+        self.run = -1
+        self.wanted: list[Tensor] = []
+        self.accumulates = False
+        self.gradients: dict[int, Tensor] = {}
+        self.given = -1, ""
+
+    def look(self) -> None:
+        """To be called first, in every run."""
+        if self.run != (run := torch._C._current_graph_task_id()):
+            self.run = run
+            watched = [] if (step := self.step()) is None else step.watched
+            outputs = [x for w in watched if (x := w.output()) is not None]
+            self.wanted, self.accumulates = _differentiated_by(outputs)
+            self.gradients.clear()
+
+    def wants(self, output: Tensor) -> bool:
+        return any(x is output for x in self.wanted)
 
     def at(
         self, index: int, table: Waiting | None = None, users: frozenset[int] = frozenset()
@@ -108,34 +162,44 @@ class Arrived:
         watched output, and those that depend on it."""
 
         def hook(gradient: Tensor | None) -> Tensor | None:
-            if self.run != (run := torch._C._current_graph_task_id()):
-                self.run = run
-                watched = [] if (step := self.step()) is None else step.watched
-                outputs = [x for w in watched if (x := w.output()) is not None]
-                self.wanted, self.accumulates = _differentiated_by(outputs)
-                self.gradients.clear()
+            self.look()
             if gradient is not None and self.wanted:
                 self.gradients[index] = gradient
             output = None if table is None or self.gradients.keys().isdisjoint(users) else table.output()
-            if table is None or output is None or not any(x is output for x in self.wanted):
+            if table is None or output is None or not self.wants(output):
                 return None
-            name = table.name
-            if self.accumulates:
-                raise UsageError(
-                    f"backward(inputs=...) with respect to the output '{name}', of what depends on it by way of other outputs "
-                    "of the same call: that part of the gradient would be left out",
-                    fix=f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad",
-                )
             if gradient is None:  # and autograd lets no hook make one
+                name = table.name
+                fix = f"add it, times zero, to what is differentiated: torch.autograd.grad(... + 0 * {name}.sum(), {name})"
+                if self.accumulates:
+                    fix = f"call {name}.retain_grad(), then backward() without `inputs`, and read {name}.grad"
                 raise UsageError(
-                    f"torch.autograd.grad with respect to the output '{name}', of what depends on it by way of other outputs "
-                    "of the same call alone",
-                    fix=f"add it, times zero, to what is differentiated: torch.autograd.grad(loss + 0 * {name}.sum(), {name})",
+                    f"a gradient with respect to the output '{name}', of what depends on it by way of other outputs "
+                    "of the same call alone, on which a third one depends",
+                    fix=fix,
                 )
             return gradient_of(self.step(), table, self.gradients)
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
         return hook
+
+    def tangents(self, connected: Sequence[int], tangents: Sequence[Any], edges: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of outputs (of `connected`) as they came, where hooks of this run of autograd have put others in their
+        place; none where it wants nothing else. edges: where autograd sends gradients of inputs."""
+        run, name = self.given
+        if run != torch._C._current_graph_task_id():
+            return tangents
+        if self.accumulates and not any(torch._C._will_engine_execute_node(edge) for edge in edges if edge is not None):
+            return [None for _ in tangents]
+        step = self.step()
+        wanted = {w.index: w for w in step.watched if (x := w.output()) is not None and self.wants(x)} if step else {}
+        if not self.accumulates or any(w.hooks for w in wanted.values()):
+            raise UsageError(  # autograd has taken what was there before the hook
+                f"one torch.autograd.grad with respect to the output '{name}', which other outputs depend on, and to "
+                "parameters or inputs",
+                fix="ask for the gradients of outputs by themselves first: torch.autograd.grad(..., retain_graph=True)",
+            )
+        return [self.gradients.get(i) if i in wanted else x for i, x in zip(connected, tangents, strict=True)]
 
 
 def gradient_of(step: Any, output: Waiting, gradients: Mapping[int, Tensor]) -> Tensor | None:
@@ -147,22 +211,10 @@ def gradient_of(step: Any, output: Waiting, gradients: Mapping[int, Tensor]) -> 
         about = f"a gradient with respect to the output '{output.name}'\n{graph.about}"
         boards.backward(graph, number, shared, graph.state.held.now, about)
     hooked = [output, *(w for w in step.watched if w.hooks and w is not output)]
-    step.of_output = torch._C._current_graph_task_id(), output.name
+    step.arrived.given = torch._C._current_graph_task_id(), output.name
     tangents = [gradients.get(i) for i in graph.connected]
     found: list[Tensor | None] = graph.gradients_with_hooks(step.kept, call, again, tangents, hooked, output)
     return found[0]
-
-
-def refuse_others(before: tuple[int, str]) -> None:
-    """Raise in the backward of a call whose gradient with respect to an output was asked for in the same run of autograd, which
-    has taken what was there before the hook. before: the last run of that kind, and the output's name."""
-    run, name = before
-    if run == torch._C._current_graph_task_id():
-        raise UsageError(
-            f"one torch.autograd.grad with respect to the output '{name}', which other outputs depend on, and to parameters or "
-            "inputs",
-            fix="ask for the gradients of outputs by themselves first: torch.autograd.grad(..., retain_graph=True)",
-        )
 
 
 _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
@@ -183,9 +235,11 @@ def _differentiated_by(outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     return found, accumulates
 
 
-def called_for(watched: Sequence[Waiting], tangents: dict[int, Any]) -> list[Waiting]:
-    """Those outputs that have hooks, or whose gradient is retained and may come from other outputs."""
-    return [w for w in watched if w.hooks or (w.retains() and any(i != w.index for i in tangents))]
+def called_for(watched: Sequence[Waiting], tangents: dict[int, Any], arrived: Arrived) -> list[Waiting]:
+    """Those outputs that have hooks, or whose gradient is retained and may come from other outputs, and is not there yet."""
+    given = arrived.given[0] == torch._C._current_graph_task_id()
+    there = lambda w: given and (x := w.output()) is not None and arrived.wants(x)  # noqa: E731
+    return [w for w in watched if w.hooks or (w.retains() and any(i != w.index for i in tangents) and not there(w))]
 
 
 def refused(waiting: Sequence[Waiting], why: str) -> UsageError:

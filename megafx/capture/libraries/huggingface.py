@@ -13,10 +13,11 @@ INPUTS (`synthesize_inputs`) are made from the model's signature and config. Tra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,40 @@ class CachesLeftOut:
             return original(position_ids)
 
         return find
+
+
+def no_cache(config: Any, model: nn.Module) -> Any:
+    """What `use_cache` of a config is, which said True, where no cache is made."""
+    parts = (vars(m) for m in model.modules() if m.training and vars(m).get("config") is config)
+    return False if any(p.get("gradient_checkpointing") for p in parts) else NO_CACHE
+
+
+@contextlib.contextmanager
+def caches_left_out(model: nn.Module, configs: Sequence[Any], asked: bool) -> Iterator[None]:
+    """Within, calls in eager mode make no key-value cache that nobody asked for, as graphs do, and compute the same. asked: the
+    call says whether it wants one."""
+    before = [(vars(c), vars(c)["use_cache"], no_cache(c, model)) for c in configs if vars(c).get("use_cache")]
+    if asked or not before:
+        yield
+        return
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        names = {}
+    else:
+        names = vars(masking_utils)
+    find = names.get("find_packed_sequence_indices")
+    if find is not None and any(new is NO_CACHE for _, _, new in before):
+        names["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        for attributes, _, new in before:
+            attributes["use_cache"] = new
+        yield
+    finally:
+        for attributes, old, _ in before:
+            attributes["use_cache"] = old
+        if find is not None:
+            names["find_packed_sequence_indices"] = find
 
 
 def _positions_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:

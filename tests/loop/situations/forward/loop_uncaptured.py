@@ -11,7 +11,7 @@ import transformers
 from loop import Loop, situation
 from torch import Tensor, nn
 
-from megafx.errors import UsageError
+from megafx.errors import CaptureError, UsageError
 
 BY_DATA = "https://github.com/pytorch/pytorch/issues/93579"  # export refuses control flow that depends on data
 
@@ -40,6 +40,50 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(self.gate(x)))).square().mean()
+
+
+class Doubles(nn.Module):
+    """Lines of a model's own forward, as a submodule."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        if h.mean() > 0.1:
+            return h * 2
+        return h.clamp(min=-0.5)
+
+
+class Decides(nn.Module):
+    def __init__(self, decide: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.decide = nn.Linear(8, 24), nn.Linear(24, 8), decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.decide is not None:
+            h = self.decide(h)
+        elif h.mean() > 0.1:
+            h = h * 2
+        else:
+            h = h.clamp(min=-0.5)
+        return self.down(h).square().mean()
+
+
+@situation(BY_DATA)
+def the_models_own_forward_decides_by_data(loop: Loop) -> None:
+    """Refused with its line; the advice is followed."""
+    x = torch.randn(4, 8)
+    if loop.eager:
+        model = Decides()
+    else:
+        with pytest.raises(CaptureError, match=r"(?s)`elif h.mean\(\) > 0.1:`.* put the lines .* into a submodule"):
+            loop.model(Decides())(x)
+        model = Decides(Doubles())
+    model.load_state_dict({n: torch.linspace(-1, 1, p.numel()).view_as(p) for n, p in model.named_parameters()})
+    model = loop.model(model)
+    for scale in (1.0, -5.0):
+        loss = model(x * scale + scale)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
 
 
 @situation(BY_DATA)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from loop import Loop, situation
 from loop_hooks import Net, ids
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from megafx.errors import UsageError
 
+LOGITS = "https://discuss.pytorch.org/t/calculating-the-gradient-of-the-loss-with-respect-to-logits/100912"
 RETAINED = "https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94"
 HOOKED = "https://github.com/pytorch/pytorch/issues/598"
 
@@ -71,7 +73,7 @@ def hooks_on_outputs_change_and_record_gradients(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/calculating-the-gradient-of-the-loss-with-respect-to-logits/100912")
+@situation(LOGITS)
 def gradients_with_respect_to_an_output(loop: Loop) -> None:
     """Together with parameters: refused; the advice is followed."""
     model = loop.model(WithLoss())
@@ -96,26 +98,46 @@ def gradients_with_respect_to_an_output(loop: Loop) -> None:
 
 @situation("https://github.com/pytorch/captum/issues/128")
 def gradients_of_a_loss_with_respect_to_what_it_depends_on(loop: Loop) -> None:
-    """By way of other outputs alone (None in autograd): refused, with `allow_unused` too; the advice is followed."""
+    """By way of other outputs alone."""
     model, x = loop.model(Between()), torch.randn(3, 6)
-    for of, wrt in (("loss", "y"), ("loss", "h"), ("y", "h")):
+    for wrt in ("y", "h"):
+        out, first = model(x), model.first.weight
+        (alone,) = torch.autograd.grad(out["loss"], out[wrt], retain_graph=True)
+        both = torch.autograd.grad(out["loss"] + out["y"].square().sum(), [out["y"], out["h"]], retain_graph=True)
+        out["loss"].backward(inputs=[out[wrt]], retain_graph=True)
+        loop.see(alone=alone, both=both, kept=out[wrt].grad, none=first.grad)
+        (again,) = torch.autograd.grad(out["loss"], out[wrt], retain_graph=True, create_graph=True)
+        (again.square().sum() + out["loss"]).backward()
+        loop.see_gradients(model)
         out = model(x)
-        if loop.eager:
-            (wanted,) = torch.autograd.grad(out[of].sum(), out[wrt])
-        else:
-            with pytest.raises(
-                UsageError, match=rf"the output '{wrt}'.*\n  fix: add it.* \+ 0 \* {wrt}.sum\(\), {wrt}\)"
-            ):
-                torch.autograd.grad(out[of].sum(), [out[wrt]], None, True, False, True)
-            with pytest.raises(UsageError, match=rf"the output '{wrt}'.*\n  fix: call {wrt}.retain_grad\(\)"):
-                out[of].sum().backward(inputs=[out[wrt]], retain_graph=True)
-            assert out[wrt].grad is None
-            (wanted,) = torch.autograd.grad(out[of].sum() + 0 * out[wrt].sum(), out[wrt], retain_graph=True)
-            out[wrt].retain_grad()
-            out[wrt].grad = None  # backward(inputs=...) has let autograd retain it
-            out[of].sum().backward()
-            assert torch.allclose(out[wrt].grad, wanted, rtol=1e-12)
-        loop.see(wanted=wanted)
+        (out["loss"] + out[wrt].square().sum()).backward(inputs=[out[wrt], first])
+        loop.see(kept=out[wrt].grad)
+        loop.see_gradients(model)
+        out = model(x)
+        out["loss"].mul_(2).backward()
+        loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/captum/issues/128")
+def gradients_of_an_output_with_respect_to_one_between(loop: Loop) -> None:
+    """Of an output on which a third one depends: refused, with `allow_unused` too; the advice is followed."""
+    model, x = loop.model(Between()), torch.randn(3, 6)
+    out = model(x)
+    y, h = out["y"], out["h"]
+    if loop.eager:
+        (wanted,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+    else:
+        with pytest.raises(UsageError, match=r"the output 'h'.*\n  fix: add it.* \+ 0 \* h.sum\(\), h\)"):
+            torch.autograd.grad(y.sum(), [h], None, True, False, True)
+        with pytest.raises(UsageError, match=r"the output 'h'.*\n  fix: call h.retain_grad\(\)"):
+            y.sum().backward(inputs=[h], retain_graph=True)
+        assert h.grad is None
+        (wanted,) = torch.autograd.grad(y.sum() + 0 * h.sum(), h, retain_graph=True)
+        h.retain_grad()
+        h.grad = None  # backward(inputs=...) has let autograd retain it
+        y.sum().backward()
+        assert torch.allclose(h.grad, wanted, rtol=1e-12)
+    loop.see(wanted=wanted)
     model.zero_grad()
     out = model(x)
     out["h"].backward(torch.ones(3, 9), retain_graph=True)
@@ -126,6 +148,33 @@ def gradients_of_a_loss_with_respect_to_what_it_depends_on(loop: Loop) -> None:
     loop.see(none=torch.autograd.grad(out["loss"], out["apart"], allow_unused=True))
     model.zero_grad()
     (out["h"].sum() * 2).backward(inputs=[*model.first.parameters()])
+    loop.see_gradients(model)
+
+
+@situation(LOGITS, rtol=1e-5)  # transformers computes losses in fp32
+def gradients_of_a_language_models_loss_with_respect_to_logits(loop: Loop) -> None:
+    """With the defaults of transformers, which keeps a cache in eager mode; for a penalty too."""
+    config = transformers.LlamaConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=1,
+        attn_implementation="eager",
+    )
+    model, tokens = loop.model(transformers.LlamaForCausalLM(config).double()), torch.arange(10).view(2, 5)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]])
+    out = model(tokens, labels=tokens, position_ids=positions)
+    (found,) = torch.autograd.grad(out.loss, out.logits, retain_graph=True)
+    out.loss.backward()
+    loop.see(found=found, cleared=[p.grad is None for p in model.parameters()])
+    model.zero_grad()
+    embeds = torch.randn(2, 5, 8, requires_grad=True)
+    out = model(inputs_embeds=embeds, labels=tokens, position_ids=positions)
+    (found,) = torch.autograd.grad(out.loss, embeds, create_graph=True)
+    (out.loss + found.square().sum()).backward()
+    loop.see(embeds=embeds.grad)
     loop.see_gradients(model)
 
 
