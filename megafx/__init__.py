@@ -129,9 +129,9 @@ def _imported(module: str) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from megafx.versions import version_of
 
-        return version("megafx")
+        return version_of("megafx")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'megafx' has no attribute '{name}'")
     value = getattr(_imported(f"megafx.{_MODULE_OF[name]}"), _OWN_NAME.get(name, name))

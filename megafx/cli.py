@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     argument, _ = add(_replay, "megafx.replay", "compile as a dump folder says, and compare its graphs", usage=usage)
     argument("folder", type=Path, metavar="FOLDER", help="a folder that MEGAFX_DUMP wrote")
     _add_model(argument)
-    add(_version, "importlib.metadata.version('megafx')", "print versions, for bug reports")
+    add(_version, "megafx.__version__", "print versions, for bug reports")
     return parser
 
 
@@ -459,9 +459,9 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _version(args: argparse.Namespace) -> int:
-    from importlib.metadata import version
+    from megafx.versions import version_of
 
-    print(f"megafx {version('megafx')}, torch {version('torch')}, Python {platform.python_version()}")
+    print(f"megafx {version_of('megafx')}, torch {version_of('torch')}, Python {platform.python_version()}")
     return 0
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from megafx.ir.contracts import verify
 from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner
 from megafx.progress import stage
+from megafx.versions import version_of
 
 ABOUT = "about.json"  # in a dump folder
 PassFunction = Callable[[Program, Planner], int]
@@ -107,7 +107,7 @@ class Dumps:
     def describe(self, planner: Planner) -> None:
         """What was compiled, for `megafx.replay`: about.json."""
         if self.folder is not None:
-            versions = {"megafx": version("megafx"), "torch": version("torch")}
+            versions = {"megafx": version_of("megafx"), "torch": version_of("torch")}
             made = {
                 "t": planner.t,
                 "hardware": planner.config.hardware or planner.hardware.name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megafx.debugging import current
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import AgreementError, LostRankError, MegafxError, NumericError
+from megafx.versions import version_of
 
 OTHER_BATCHES = (
     "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each, or a batch that one "
@@ -81,7 +81,7 @@ def check_setting(config: Config, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank unless all have the same Config, flags that change graphs, and versions. Collective."""
     flags = current()
     values = {f"Config.{name}": value for name, value in config.to_dict().items()}
-    values |= {"megafx": version("megafx"), "torch": torch.__version__, "MEGAFX_SKIP": flags.skip}
+    values |= {"megafx": version_of("megafx"), "torch": torch.__version__, "MEGAFX_SKIP": flags.skip}
     lines = [f"{name} = {value!r}" for name, value in values.items()]
     check_same(
         "the Config", "\n".join(lines), group, fix="give every rank the same Config, flags and installed versions"

@@ -19,6 +19,7 @@ from megafx.errors import UsageError
 from megafx.named_model import example_inputs
 from megafx.planner.hardware import Hardware
 from megafx.progress import progress
+from megafx.versions import version_of
 
 LLAMA = {
     "model_type": "llama",
@@ -421,6 +422,11 @@ def test_misspelt_arguments_are_errors_before_torch_is_imported(command, meant, 
     words = [sys.executable, "-c", code, command]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and meant in done.stderr, done.stderr
+
+
+def test_a_tree_without_metadata_has_no_version():
+    """As one that PYTHONPATH names, or that is vendored: ranks still compare settings, and calls are still compiled."""
+    assert version_of("a-package-that-nobody-installed") == "unknown" and version_of("torch") == metadata.version("torch")
 
 
 def test_the_version(capsys):

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
 from megafx.runtime.program_cache.fingerprint import Fingerprint, class_code, code_digest, digest
 from megafx.runtime.program_cache.stored_state import lines
+from megafx.versions import version_of
 
 # -- code, packages and the environment
 
@@ -205,7 +205,7 @@ def own_source() -> str:
 
 def of_process() -> Any:
     """Versions, and what is set for the whole process."""
-    versions: list[Any] = [platform.python_version(), torch.__version__, version("megafx"), own_source()]
+    versions: list[Any] = [platform.python_version(), torch.__version__, version_of("megafx"), own_source()]
     versions += [getattr(sys.modules.get(name), "__version__", None) for name in ("transformers", "triton", "sympy")]
     for pattern in registered_patterns():
         if not pattern.__module__.startswith("megafx."):
