@@ -4,7 +4,8 @@ Python wants a number of these calls, and a trace has none. Where one fails, the
 that function: the same, but for the names `float`, `int` and `bool` where it calls them. What they give of traced tensors is
 what `.item()` gives: it may leave the graph or be a size of it, and a decision by it is an error.
 
-torch.export has a `max` and a `min` of its own while it traces. Of numbers of data these are `limits`.
+torch.export has a `max` and a `min` of its own while it traces. Of numbers of data these are `limits`. A `comparison` of sizes
+is a bool for the code that compares.
 """
 
 from __future__ import annotations
@@ -110,6 +111,29 @@ def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
     if isinstance(value, torch.SymBool):
         value = torch.sym_ite(value, 1, 0)
     return torch.sym_float(value) if name == "float" else torch.sym_int(value)
+
+
+def comparison(old: Callable[[torch.SymInt, Any], Any]) -> Callable[[torch.SymInt, Any], Any]:
+    """A `__gt__` or another comparison of sizes: a bool where the user's code compares, as torch's functions want one
+    (`is_causal=queries > 1`); elsewhere, and of a tensor's data, as before."""
+
+    def compared(self: torch.SymInt, other: Any) -> Any:
+        found = old(self, other)
+        if not isinstance(found, torch.SymBool) or not found.node.has_hint():
+            return found
+        return bool(found) if is_user_file(sys._getframe(2).f_code.co_filename) else found  # behind _here_alone
+
+    return compared
+
+
+def hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
+    """The hash of a size where the user's code asks for it; elsewhere, in torch itself, as before."""
+
+    def __hash__(self: torch.SymInt) -> int:
+        file = sys._getframe(2).f_code.co_filename  # behind _here_alone
+        return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
+
+    return __hash__
 
 
 def limits(old: Callable[..., Any]) -> Callable[..., Any]:

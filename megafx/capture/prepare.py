@@ -38,7 +38,16 @@ from torch.utils._pytree import tree_leaves
 
 from megafx.capture import tensor_hooks
 from megafx.capture.code_names import names_of
-from megafx.capture.conversions import MATH, functions_with, imported_by_name, limits, of_numbers, with_conversions
+from megafx.capture.conversions import (
+    MATH,
+    comparison,
+    functions_with,
+    hash_for_users,
+    imported_by_name,
+    limits,
+    of_numbers,
+    with_conversions,
+)
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
 from megafx.capture.errors import NESTING, packing
@@ -197,7 +206,10 @@ def replacements(
     table += [Replacement(TracerBase, "create_node", _with_user_line, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
-    table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
+    table += [Replacement(torch.SymInt, "__hash__", hash_for_users, why)]
+
+    why = "what code finds out by comparing sizes is a bool, as torch's functions want one"
+    table += [Replacement(torch.SymInt, f"__{x}__", comparison, why) for x in ("eq", "ne", "lt", "le", "gt", "ge")]
 
     why = "a text of a size, a number or a tensor would be that of the trace"
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
@@ -456,16 +468,6 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
                     delattr(line.owner, line.name)
                 else:
                     setattr(line.owner, line.name, before)
-
-
-def _hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
-    """The hash of a size where the user's code asks for it; elsewhere, in torch itself, as before."""
-
-    def __hash__(self: torch.SymInt) -> int:
-        file = sys._getframe(2).f_code.co_filename  # behind _here_alone
-        return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
-
-    return __hash__
 
 
 def _with_user_line(old: Callable[..., Node]) -> Callable[..., Node]:

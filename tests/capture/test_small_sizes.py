@@ -73,6 +73,8 @@ BRANCHES: dict[str, Head] = {
     "len": lambda h: h * (2 if len(h) > 1 else 3),
     "number of a truth": lambda h: h * int(h.shape[1] > 1),
     "arithmetic of a truth": lambda h: h + (h.shape[1] > 1) * 3,
+    "flag of attention": lambda h: nn.functional.scaled_dot_product_attention(h, h, h, is_causal=h.shape[1] > 1),
+    "flag of a sum": lambda h: h.sum(1, keepdim=h.shape[1] != 5) + h.shape[0],
     "tuple": lambda h: 2 * h if h.shape[:2] == (1, 1) else h,
     "member": lambda h: 2 * h if h.shape[1] in (1, 9) else h,
     "or": lambda h: h / (h.shape[1] - 1 or 1),
