@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_mixtures import EXPERTS, FFN, HIDDEN, TOP, Model, a_call, as_transformers
 
 import megafx
 from megafx.analysis.prices import seconds
@@ -13,7 +14,6 @@ from megafx.api import _compiled
 from megafx.example_call import ExampleCall
 from megafx.planner.cost import grouped_seconds
 from megafx.planner.hardware import Hardware
-from tests.support.sorted_mixtures import EXPERTS, FFN, HIDDEN, TOP, Model, a_call, as_transformers
 
 H100 = Hardware.load("h100-nvlink")
 ROWS = 4 * 5 * TOP // EXPERTS  # an expert's equal share

@@ -426,7 +426,9 @@ def test_misspelt_arguments_are_errors_before_torch_is_imported(command, meant, 
 
 def test_a_tree_without_metadata_has_no_version():
     """As one that PYTHONPATH names, or that is vendored: ranks still compare settings, and calls are still compiled."""
-    assert version_of("a-package-that-nobody-installed") == "unknown" and version_of("torch") == metadata.version("torch")
+    assert version_of("a-package-that-nobody-installed") == "unknown" and version_of("torch") == metadata.version(
+        "torch"
+    )
 
 
 def test_the_version(capsys):
