@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -34,6 +34,7 @@ from megafx.capture.eager_parts import CallValues
 from megafx.capture.errors import refuse_quantised, refuse_scripted, translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
+from megafx.capture.layouts import Layouts
 from megafx.capture.libraries.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.libraries.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
@@ -428,6 +429,8 @@ class _Capture:
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.unhooked = unhooked
+        real = {n: x for n, x in self.leaves if type(x) is torch.Tensor}
+        self.trace.reads.layouts = Layouts(real)
         order = self.root.order
         self.trace.reads.clock = lambda: order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
@@ -539,7 +542,8 @@ class _Capture:
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         names = self._name_symbols(program, values, sizes, fixed)
-        leaves = tuple(_leaf(name, value, values.get(name)) for name, value in self.leaves)
+        asked = self.trace.reads.layouts.asked
+        leaves = tuple(replace(_leaf(n, x, values.get(n)), contiguous=asked.get(n)) for n, x in self.leaves)
         batch = program.sizes.symbols.get("batch")
         program.call = CallSpec(
             self.in_spec,

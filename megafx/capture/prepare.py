@@ -30,7 +30,7 @@ from torch.fx import Node, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
-from torch.nn.modules import batchnorm, transformer
+from torch.nn.modules import batchnorm
 from torch.nn.modules import module as of_all
 from torch.utils import _contextlib, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
@@ -63,6 +63,7 @@ from megafx.capture.functions import (
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.libraries.flex import as_written, flex_replacements
 from megafx.capture.libraries.huggingface import CachesLeftOut, attention_replacements, is_hf_model, no_cache
+from megafx.capture.libraries.torch_layers import layer_replacements
 from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
@@ -216,11 +217,7 @@ def replacements(
         table += [Replacement(kind, name, text_of_number, why) for name in ("__repr__", "__format__")]
     table += [Replacement(Tensor, name, text_of_tensor, why) for name in ("__repr__", "__format__")]
 
-    if any(isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder)) for m in model.modules()):
-        why = "whether a mask is causal is asked of its values: attention takes the mask, and describe_masks reads what it is"
-        known: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
-        table += [Replacement(transformer, "_detect_is_causal_mask", known, why)]
-
+    table += [Replacement(*line) for line in layer_replacements(model)]
     table += [Replacement(*line) for line in unheard(note, reads.warned)]
 
     if is_hf_model(model):
@@ -291,6 +288,7 @@ def replacements(
     table += [Replacement(names, own, functools.partial(_of_the_call, name), why) for names, own, name in named]
     table += [Replacement(torch.backends.ContextProp, "__get__", _flag_of_the_call, why)]
     table += [Replacement(Tensor, "is_inference", _no_inference_tensors, why)]
+    table += [Replacement(*line) for line in reads.layouts.replacements()]
 
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]

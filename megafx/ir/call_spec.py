@@ -22,7 +22,7 @@ from megafx.ir.python_state import PythonState, names, same
 class Leaf:
     """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
 
-    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`.
+    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. contiguous: what forward was told when it asked.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Leaf:
     dims: tuple[sympy.Expr, ...] = ()
     scalar: bool = False
     value: Any = None
+    contiguous: bool | None = None
 
 
 # What Python computes of numbers, by name.
@@ -272,6 +273,10 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
         return f"{leaf.name} is {value.dtype}, captured as {leaf.dtype}"
     if value.dim() != len(leaf.dims):
         return f"{leaf.name} has {value.dim()} dims, captured with {len(leaf.dims)}"
+    if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
+        return (
+            f"{leaf.name} is {'contiguous' if value.is_contiguous() else 'not contiguous'}, and forward asks for that"
+        )
     for dim, (want, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
         if isinstance(want, sympy.Symbol):
             want = bound[want]

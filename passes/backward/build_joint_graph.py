@@ -19,6 +19,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -163,14 +164,22 @@ def _tracing(program: Program) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_alone() -> Iterator[None]:
-    """Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it."""
+    """Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it. And
+    products of three sizes have nodes: torch gives all factors to a function of two."""
     owner: Any = proxy_tensor
-    before = owner._extract_tensor_metadata
-    owner._extract_tensor_metadata = lambda value: None
+    before = owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr
+
+    def in_pairs(tracer: Any, expr: sympy.Expr, out: Any = None) -> Any:
+        if expr.is_Mul and len(expr.args) > 2 and tracer.sympy_expr_tracker.get(expr) is None:
+            first, *others = expr.args
+            expr = sympy.Mul(first, sympy.Mul(*others), evaluate=False)
+        return before[1](tracer, expr, out)
+
+    owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr = (lambda value: None), in_pairs
     try:
         yield
     finally:
-        owner._extract_tensor_metadata = before
+        owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr = before
 
 
 def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:

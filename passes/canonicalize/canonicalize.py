@@ -60,6 +60,7 @@ VALUES: tuple[Step, ...] = (
     random.normal_from_bits,
     random.bernoulli_from_bits,
     random.exponential_from_bits,
+    random.slopes_from_bits,
     inplace.gradients_by_frequency,
     random.dropout_of_other_kinds,
     loss.cross_entropy_to_tokens,

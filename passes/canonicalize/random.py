@@ -191,6 +191,18 @@ def normal_from_bits(editor: Editor, node: fx.Node) -> bool:
     return replace(node, value)
 
 
+@on("rrelu")
+def slopes_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """rrelu -> slopes that are drawn where values are not above 0; in evaluation leaky_relu, whose slope is their mean."""
+    x, lower, upper, training = arguments(node, "self", "lower", "upper", "training")
+    emit = editor.at(node)
+    if not training:
+        return replace(node, emit(aten.leaky_relu.default, x, (lower + upper) / 2))
+    slope = _affine(editor, node, _uniform(editor, node), upper - lower, lower)
+    below = emit(aten.mul.Tensor, x, slope)
+    return replace(node, emit(aten.where.self, emit(aten.gt.Scalar, x, 0), x, below))
+
+
 @on("bernoulli bernoulli.p")
 def bernoulli_from_bits(editor: Editor, node: fx.Node) -> bool:
     """bernoulli -> whether a uniform value is below the probability."""

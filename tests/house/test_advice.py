@@ -25,6 +25,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "with fp8, data- and context-parallel ranks scale ": "checks/test_mesh.py",
     "fp8_recipe='delayed' takes scales from earlier s": "passes/backward/test_scaled_products.py",
     "fp8 on <name>: its products need <needed>": "passes/backward/test_scaled_products.py",
+    "forward asks for strides of its argument '<own>'": "loop/situations/forward/loop_sizes.py",
     "a gradient with respect to the output '<name>', ": "loop/situations/hooks/loop_hooks_on_outputs.py",
     "one torch.autograd.grad with respect to the outpu": "loop/situations/hooks/loop_hooks_on_outputs.py",
     "argument <name> is a nested tensor, whose lengths": "loop/situations/forward/loop_packing.py",

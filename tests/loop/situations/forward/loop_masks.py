@@ -176,3 +176,40 @@ def a_trained_bias_of_one_head_a_rank(loop: Loop) -> None:
             loss.backward()
             loop.see(loss=loss)
         loop.see_gradients(model)
+
+
+class Encoder(nn.Module):
+    """torch's, with a norm behind its layers, and slopes that are drawn in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+        self.act = nn.RReLU()
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.act(self.encoder(x, src_key_padding_mask=padding))
+
+
+@situation("https://pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html")
+def torchs_encoder_leaves_padding_out_in_evaluation(loop: Loop) -> None:
+    """Behind its layers padding is zero where no gradient is wanted and it ends all rows, and is not where gradients are."""
+    net = Encoder().eval()
+    nn.init.normal_(net.encoder.norm.bias)
+    model, x = loop.model(net), torch.randn(3, 5, 8)
+    behind = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool()
+    with torch.no_grad():
+        for padding in (behind, behind.flip(1), torch.zeros(3, 5).masked_fill(behind, float("-inf")), behind[:, :4]):
+            loop.see(found=model(x[:, : padding.shape[1]], padding))
+    y = model(x, behind)
+    y.square().mean().backward()
+    loop.see(y=y)
+    loop.see_gradients(model)
+    model.encoder.use_nested_tensor = False
+    with torch.no_grad():
+        loop.see(found=model(x, behind))
+    model.act.lower = model.act.upper = 0.25  # so that training draws what is known
+    y = model.train()(x, behind)
+    y.square().mean().backward()
+    loop.see(y=y)
+    loop.see_gradients(model)

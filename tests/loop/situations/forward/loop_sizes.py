@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from loop import Loop, situation
 from torch import Tensor, nn
 
+from megafx.errors import CaptureError
+
+LAYOUT = "https://pytorch.org/docs/stable/tensor_view.html"
 SPECIALIZED = "https://github.com/pytorch/pytorch/issues/133653"  # sizes of 0 and 1 are not those of other sizes
 
 
@@ -127,3 +131,71 @@ def a_mixture_counts_the_load_of_its_experts(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss, mass=mass, first=first, load=model.load)
     loop.see_gradients(model)
+
+
+class Asks(nn.Module):
+    """Of how its argument lies in memory."""
+
+    def __init__(self, strides: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.strides = nn.Linear(6, 12), nn.Linear(12, 6), strides
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.strides:
+            x = x.as_strided((x.shape[0], 2, x.shape[1] - 1), (x.stride(0), x.stride(1), x.stride(1))).sum(1)
+            x = torch.cat([x, x[:, :1]], 1)
+        elif not x.is_contiguous():
+            x = x * 2
+        return self.down(self.up(x).relu()).square().mean()
+
+
+@situation(LAYOUT)
+def forward_asks_whether_its_argument_is_contiguous(loop: Loop) -> None:
+    model = loop.model(Asks())
+    for x in (
+        torch.randn(4, 6),
+        torch.randn(6, 5).t(),
+        torch.randn(3, 6),
+        torch.randn(8, 6)[::2],
+        torch.randn(6, 7).t(),
+    ):
+        loss = model(x)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+@situation(LAYOUT)
+def forward_asks_for_strides_of_its_argument(loop: Loop) -> None:
+    """Refused where they are not those of a contiguous tensor; the advice is followed."""
+    model = loop.model(Asks(strides=True))
+    for x in (torch.randn(4, 6), torch.randn(6, 5).t()):
+        if not loop.eager and not x.is_contiguous():
+            with pytest.raises(
+                CaptureError, match=r"(?s)strides of its argument 'x'.*as_strided.*pass x.contiguous\(\)"
+            ):
+                model(x)
+        loss = model(x.contiguous())
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+@situation("https://pytorch.org/docs/stable/generated/torch.nn.PixelShuffle.html")
+def an_input_is_given_a_fixed_grid(loop: Loop) -> None:
+    """Whose strides in backward are products of three sizes of the call."""
+    model = loop.model(Grid())
+    for _ in range(2):
+        loss = model(torch.randn(2, 5, 6))
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+class Grid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shuffle = nn.Linear(6, 6), nn.PixelShuffle(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shuffle(self.up(x).view(1, 4, 5, 3).tanh()).square().mean()
