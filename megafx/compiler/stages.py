@@ -31,6 +31,7 @@ from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.coalesce_maxima import coalesce_maxima
 from megafx.passes.communicate.data_parallel import data_parallel
 from megafx.passes.communicate.expand_transitions import expand_transitions
+from megafx.passes.communicate.gather_casts import gather_casts
 from megafx.passes.communicate.gather_parameters import gather_parameters
 from megafx.passes.communicate.hold_experts import hold_experts
 from megafx.passes.communicate.merge_transitions import merge_transitions
@@ -146,6 +147,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     merge_transitions,
     expand_transitions,
     gather_parameters,
+    gather_casts,
     coalesce_maxima,
     choose_kept,
     add_pending,

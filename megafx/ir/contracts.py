@@ -35,6 +35,7 @@ TRANSITION = "megafx.transition.default"
 WAIT = "_c10d_functional.wait_tensor.default"
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 GATHER = "megafx.gather_region.default"
+QUANTIZE = "megafx.fp8_quantize.default"
 _SYMBOLIC = frozenset(
     f for name in dir(torch) if name.startswith("sym_") and callable(f := getattr(torch, name))
 ) | frozenset({math.ceil, math.floor, math.trunc, round, max, min, int, float})
@@ -289,7 +290,10 @@ def check_gradients(program: Program) -> None:
 
 def _is_before_reduction(have: Sequence[Any], parameter: fx.Node) -> bool:
     """Whether this is the shape of a gradient before its reduce-scatter to the parameter's rows over data-parallel ranks."""
-    ranks: list[Any] = [u.args[1] for u in parameter.users if str(u.target) == GATHER]
+    readers = [*parameter.users]
+    for node in readers:  # casts of it may be what is gathered
+        readers += [u for u in node.users if str(node.target) == QUANTIZE or node.target is operator.getitem]
+    ranks: list[Any] = [u.args[1] for u in readers if str(u.target) == GATHER]
     first, *rest = parameter.meta[VAL].shape
     return bool(ranks) and list(have[1:]) == rest and -(-have[0] // ranks[0]) == first
 

@@ -5,8 +5,8 @@ After:   the same nodes, marked as GIVEN: `partition` puts them into a graph of 
 Legal because: they are made of parameters alone, on every rank alike. A call on other values of these makes them again.
 
 It has effect in the form of a call that runs once weights have served two calls (`Planner.keeps_casts`): with one micro-batch
-a step, casts that are kept would cost two bytes of each element, and save nothing. Weights that ranks gather for a layer at a
-time (fsdp) are cast where they are gathered, and not kept: each rank would hold all of them.
+a step, casts that are kept would cost two bytes of each element, and save nothing. Of weights that ranks gather for a layer at
+a time (fsdp), the casts of this rank's rows are kept (`gather_casts`), not those of what is gathered.
 """
 
 from __future__ import annotations

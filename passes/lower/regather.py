@@ -4,8 +4,8 @@ Before:  %w = wait_tensor(gather_region([%a, %b], 2, 'dp_shard')); %dx = mm(%dy,
          %w2 = wait_tensor(gather_region([%c], 2, 'dp_shard')); %du = mm(%dx, view(%w2))
 After:   %w = wait_tensor(gather_region([%a], 2, 'dp_shard')); %s2 = gather_region([%c], 2, 'dp_shard')
          %dx = mm(%dy, view(%w[:n])); %w2 = wait_tensor(%s2); %du = mm(%dx, view(%w2))
-Legal because: shards are inputs, so a gather can start at any time, on every rank at the same place; shards that no view
-shows are not read.
+Legal because: shards are inputs, or casts of these (`gather_casts`), so a gather can start at any time, on every rank at the
+same place; shards that no view shows are not read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_wait
-from megafx.ir.program import FQN, VAL, Phase, Program
-from megafx.ops.gather_region import starts
+from megafx.ir.program import FQN, Phase, Program
+from megafx.passes.communicate.read_shards import gather_what_is_read
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
@@ -49,38 +49,30 @@ def start_next_region(order: list[fx.Node]) -> list[fx.Node]:
     if not regions:
         return order
     following = dict(zip(regions, [*regions.values()][1:], strict=False))
-    result = [*next(iter(regions.values()))]
+    shards = {n: _made_of_inputs(n, order) for gathers in regions.values() for n in gathers}
+    result: dict[fx.Node, None] = {}
+
+    def begin(gathers: list[fx.Node]) -> None:
+        for gather in gathers:
+            result.update(dict.fromkeys([*shards[gather], gather]))
+
+    begin(next(iter(regions.values())))
     for node in order:
         if not is_region_gather(node):
-            result.append(node)
+            result[node] = None
         if is_wait(node):
             (start,) = node.all_input_nodes
             if is_region_gather(start):
-                result += following.pop(start.meta.get(FQN), [])
-    return result
+                begin(following.pop(start.meta.get(FQN), []))
+    return [*result]
 
 
-def gather_what_is_read(graph: fx.Graph) -> int:
-    """Leave out of each gather the shards that the graph does not read; returns their number."""
-    dropped = 0
-    for node in graph.nodes:
-        if not is_region_gather(node):
-            continue
-        shards, ranks, axis = node.args
-        places = starts([s.meta[VAL].shape for s in shards], ranks)
-        (wait,) = node.users
-        parts = [*wait.users]
-        pairs = zip(shards, places, strict=False)
-        kept = [(s, at) for s, at in pairs if any(p.args[2] <= at < p.args[3] for p in parts)]
-        if len(kept) == len(shards):
-            continue
-        dropped += len(shards) - len(kept)
-        moved = starts([s.meta[VAL].shape for s, _ in kept], ranks)
-        place = {at: to for (_, at), to in zip(kept, moved, strict=False)}
-        for part in parts:
-            _, _, at, end = part.args
-            part.args = (wait, 0, place[at], place[at] + end - at)
-        node.args = ([s for s, _ in kept], ranks, axis)
-        for made in (node, wait):
-            made.meta[VAL] = made.meta[VAL].narrow(0, 0, moved[-1])
-    return dropped
+def _made_of_inputs(gather: fx.Node, order: list[fx.Node]) -> list[fx.Node]:
+    """What the shards are made by, in order."""
+    made, todo = set[fx.Node](), [gather]
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            if operand.op not in ("placeholder", "get_attr") and operand not in made:
+                made.add(operand)
+                todo.append(operand)
+    return [n for n in order if n in made]

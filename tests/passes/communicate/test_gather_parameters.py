@@ -1,4 +1,4 @@
-"""Covers: passes/communicate/gather_parameters.py, and passes/lower/regather.py."""
+"""Covers: passes/communicate/gather_parameters.py, and passes/communicate/read_shards.py, passes/lower/regather.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from lowered import parts_of
 from megafx.checks.simulate import simulate
 from megafx.ir.program import FQN, RECOMPUTE, VAL, Program
 from megafx.passes.communicate.gather_parameters import gather_parameters, gathers
-from megafx.passes.lower.regather import gather_what_is_read, start_next_region
+from megafx.passes.communicate.read_shards import gather_what_is_read
+from megafx.passes.lower.regather import start_next_region
 from megafx.placements.data_axis import COPY_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.types import I, Layout, Placement, S
 from megafx.planner.context import Planner
