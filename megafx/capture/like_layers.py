@@ -55,6 +55,13 @@ def like_layers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
             yield from ((layer, number) for layer in group if any(True for _ in layer.children()))
 
 
+class AroundForward:
+    """What stands on a module in place of its forward, and in a trace calls that. replaced: the one that the user had put on
+    the module; None: that of its class."""
+
+    replaced: Any
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call of a layer in a trace. given: the nodes of the tensors among its arguments, and of parameters and buffers."""
@@ -122,7 +129,9 @@ class _Trace:
         mine = (
             (vars(o), vars(others[o]), name) for o, name, _ in self.read if isinstance(o, nn.Module) and o in others
         )
-        return all(_equal(was.get(name, ABSENT), now.get(name, ABSENT)) for was, now, name in mine)
+        return all(
+            _equal(_traced_as(was.get(name, ABSENT)), _traced_as(now.get(name, ABSENT))) for was, now, name in mine
+        )
 
     def copy(self, call: _Call, reads: Reads) -> Any:
         """The nodes once more, on this call's tensors; returns what its forward would."""
@@ -267,6 +276,11 @@ def _same_modules(a: nn.Module, b: nn.Module) -> bool:
         if not all(_same_form(s[name], t[name]) for s, t in tables[:2] for name in s):
             return False
     return True
+
+
+def _traced_as(value: Any) -> Any:
+    """What a trace runs of an attribute."""
+    return (value.replaced or ABSENT) if isinstance(value, AroundForward) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

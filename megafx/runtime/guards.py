@@ -20,6 +20,7 @@ from torch.nn.modules import module as of_all
 
 from megafx.capture.hook_stores import line_of_hook, names_of_hook
 from megafx.capture.hooks import HOOK_TABLES, hooked_modules, names_in, refuse_dispatch
+from megafx.capture.like_layers import AroundForward
 from megafx.errors import UsageError
 from megafx.ir.python_state import Place
 
@@ -153,7 +154,7 @@ _OF_ALL = [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
 Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class DirectCall:
+class DirectCall(AroundForward):
     """The forward of a submodule that holds shards (or of the model, where the user has put one on it): the module's own during
     capture, a graph otherwise.
 

@@ -12,6 +12,7 @@ from megafx.capture import like_layers
 from megafx.capture.export import capture_call
 from megafx.capture.followed import Followed
 from megafx.ir import dump
+from megafx.runtime.guards import DirectCall, guard_modules
 
 STEPS = 0
 
@@ -99,6 +100,24 @@ def recorded():
     return made
 
 
+def guarded(model):
+    """As on several ranks, where a direct call of a module is a graph of its own."""
+
+    def run(*call):
+        raise AssertionError(call)
+
+    guard_modules(model, lambda: True, run)
+    assert isinstance(vars(model.blocks[1])["forward"], DirectCall)
+    return model
+
+
+def with_a_forward():
+    """The user has put a forward on one of them."""
+    made = blocks()
+    made[1].forward = lambda x, bias=None: type(made[1]).forward(made[1], x) * 2
+    return made
+
+
 def seen_in_a_list():
     return blocks(Listing, seen=[])
 
@@ -108,6 +127,8 @@ MODELS = {  # name -> (model, how many calls are copies; those of a list and of 
     "one again": (lambda: Model(blocks(count=2), lambda model, i, block, x: block(block(x))), 3),
     "two kinds in turn": (lambda: Model([b for _ in range(3) for b in (Block(0), Block(0, scale=3.0))]), 4),
     "another argument": (lambda: Model(blocks(), lambda model, i, block, x: block(x, x if i == 1 else None)), 1),
+    "on several ranks": (lambda: guarded(Model(blocks())), 2),
+    "on several ranks, a forward on one": (lambda: guarded(Model(with_a_forward())), 1),
     "checkpoints": (lambda: Model(blocks(), lambda model, i, block, x: checkpoint(block, x, use_reentrant=False)), 2),
     "another number": (lambda: Model(other(1, scale=3.0)), 1),
     "another item": (lambda: Model(other(1, sizes={"n": [5, 4]})), 1),
