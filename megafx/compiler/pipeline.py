@@ -11,17 +11,20 @@ from megafx.compiler.stages import EVERY_RANK, before, passes_of, runner_of, sin
 from megafx.config import FIT
 from megafx.errors import PlanError
 from megafx.ir.holders import own_functional
-from megafx.ir.program import Program
+from megafx.ir.program import Phase, Program
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 
 
-def compile_program(program: Program, planner: Planner) -> Compiled:
-    """CAPTURED program -> LOWERED; raises what the passes raise."""
-    passes = passes_of(planner, *EVERY_RANK)
-    runner, numbers = _started(planner)
+def compile_program(program: Program, planner: Planner, runner: Runner | None = None) -> Compiled:
+    """CAPTURED program -> LOWERED; or PLACED, as `plan_only` has left program, planner and runner. Raises what the passes
+    raise."""
+    planned = program.phase >= Phase.PLACED
+    passes = passes_of(planner, *EVERY_RANK[planned:])
+    runner = runner_of(planner) if runner is None else runner
+    numbers = _numbers(planner, runner)
     fits = planner.config.activation_memory_budget == FIT and planner.training
     if fits and planner.device_bytes is None:
         found = f"activation_memory_budget='fit' on a device whose memory is not known ({planner.hardware.name})"
@@ -34,10 +37,11 @@ def compile_program(program: Program, planner: Planner) -> Compiled:
     return Compiled(program, planner, runner)
 
 
-def plan_only(program: Program, planner: Planner) -> Plan:
+def plan_only(program: Program, planner: Planner, runner: Runner | None = None) -> Plan:
     """CAPTURED program -> its plan, with the report; the program is left PLACED."""
     config, passes = planner.config, passes_of(planner, "planning")
-    runner, numbers = _started(planner)
+    runner = runner_of(planner) if runner is None else runner
+    numbers = _numbers(planner, runner)
     with alone(), own_functional():
         runner.run(program, before(flatten_tokens, passes), numbers)
         try:
@@ -49,7 +53,6 @@ def plan_only(program: Program, planner: Planner) -> Plan:
     return planner.solved
 
 
-def _started(planner: Planner) -> tuple[Runner, NumberCheck | None]:
+def _numbers(planner: Planner, runner: Runner) -> NumberCheck | None:
     """Under MEGAFX_CHECK=2 each pass is followed by a comparison of numbers."""
-    runner = runner_of(planner)
-    return runner, NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
+    return NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None

@@ -11,6 +11,9 @@ from megafx.compiler.compiled import Compiled, Pending
 from megafx.compiler.executable import Executable
 from megafx.compiler.kept_values import KeptValues
 from megafx.compiler.pipeline import compile_program, plan_only
+from megafx.compiler.runner import Runner
+from megafx.compiler.stages import runner_of
+from megafx.debugging import current
 from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
@@ -43,10 +46,27 @@ class Settled:
     casts: KeptValues = field(default_factory=KeptValues)
 
 
+@dataclass
+class Planned:
+    """A call whose plan was made. captured: its program, in training form; the others are as `plan_only` left them."""
+
+    captured: Program
+    placed: Program
+    planner: Planner
+    runner: Runner
+
+    def serves(self, planner: Planner) -> bool:
+        """True if the call is compiled with what it was planned with. Dumps are of whole compiles, which can be replayed."""
+        mine, wanted = self.planner.wants_grad, planner.wants_grad
+        if mine is None or wanted is None or self.planner.config is not planner.config or current().dump is not None:
+            return False
+        return all(mine(spec) == wanted(spec) for spec in self.captured.inputs)
+
+
 def settle(
     call: Call, capture: Capture, planner: Planner, settled: Settled, situation: Situation | None = None
-) -> Program | None:
-    """Plan the training form of a call and return that; None where there was a plan already, or one on disk (situation)."""
+) -> Planned | None:
+    """Plan the training form of a call; None where there was a plan already, or one on disk (situation)."""
     if settled.plan is not None:
         return None
     if situation is not None and (found := situation.read()) is not None:
@@ -55,10 +75,12 @@ def settle(
     with watching(None if situation is None else situation.environment):
         program = capture(True)
         inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
-        settled.plan = plan_only(program.copy(), replace(planner, wants_grad=in_training(inputs)))
+        planner = replace(planner, wants_grad=in_training(inputs))
+        made = Planned(program, program.copy(), planner, runner_of(planner))
+        settled.plan = plan_only(made.placed, made.planner, made.runner)
     if situation is not None:
         situation.write(program, settled.plan)
-    return program
+    return made
 
 
 def compile_call(
@@ -129,14 +151,18 @@ def _made(
     assert settled.plan is not None
     stored = dict(settled.plan.params)
     general = replace(planner, fixed=stored | _shards(call), fixed_experts=settled.plan.experts)
-    captured = planned if planned is not None and is_training else capture(False)
+    planned = planned if is_training else None  # this call is the one that was planned
+    captured = planned.captured if planned is not None else capture(False)
     if any(o.kind == "order" for o in captured.outputs):  # hooks: the call cannot be computed once more
         planner = replace(planner, config=planner.config.replace(differentiable_outputs=True))
         general = replace(general, config=planner.config)
     kept = captured.copy() if _gives_more_than_a_loss(captured, planner) else None
-    if captured is planned:
-        planner = replace(planner, fixed=stored, given=settled.plan, agree=None)
-        compiled = compile_program(captured, planner)  # this call is the one that was planned
+    if planned is not None and planned.serves(planner):
+        own = planned.planner
+        own.wants_grad, own.fixed, own.given, own.agree = planner.wants_grad, stored, settled.plan, None
+        compiled = compile_program(planned.placed, own, planned.runner)
+    elif planned is not None:
+        compiled = compile_program(captured, replace(planner, fixed=stored, given=settled.plan, agree=None))
     else:
         compiled = compile_program(captured, general)
     made = _bound(compiled, call, planner, settled, stored)

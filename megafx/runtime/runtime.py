@@ -192,15 +192,15 @@ class Runtime:
         planner = self._planner(call, True)
         situation = self._situation("plan", call, planner, ())
         with self._capturing(True):
-            program = settle(
+            planned = settle(
                 call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled, situation
             )
         self._tell(situation)
         assert self.settled.plan is not None
-        if program is not None:
+        if planned is not None:
             device = self.state.device  # the example's tensors are on the meta device
             leaves = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for x in call.leaves]
-            self.example = self._skeleton(replace(call, leaves=leaves), True, training=True), program
+            self.example = self._skeleton(replace(call, leaves=leaves), True, training=True), planned.captured
         self._adopt(self.settled.plan.params)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
