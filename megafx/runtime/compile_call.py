@@ -17,6 +17,7 @@ from megafx.debugging import current
 from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
+from megafx.kernels.common.ahead import get_ready
 from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
@@ -74,6 +75,7 @@ def settle(
         return None
     with watching(None if situation is None else situation.environment):
         program = capture(True)
+        get_ready(program.graph)
         inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
         planner = replace(planner, wants_grad=in_training(inputs))
         made = Planned(program, program.copy(), planner, runner_of(planner))

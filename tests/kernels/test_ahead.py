@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import megafx
 from megafx.compiler import executable
 from megafx.ir.program import VAL
 from megafx.kernels.attention import attention_reference
+from megafx.kernels.common import ahead
 from megafx.kernels.common.ahead import compile_ahead, compiles_here, foresee
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.placements.types import Layout
@@ -32,6 +35,9 @@ from triton.runtime.jit import JITFunction
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled ahead, as where there is a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "_ready", [])
 
 
 @pytest.fixture
@@ -121,7 +127,8 @@ def test_tables_that_are_kept_are_no_fakes(launches: list[Any]) -> None:
 
 
 def test_threads_compile_each_kernel_once(launches: list[Any], on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second graph has what the first one has, and more; all is there when it says so, and launches find it."""
+    """The second graph has what the first one has, and more; all is there when it says so, and launches find it. One more
+    kernel gets Triton ready."""
     calls = [c for c in CALLS if c[0] == "megafx.rms_norm_forward.default"]
     more = [*calls, *(c for c in CALLS if c[0] == "megafx.glu.default")]
     graphs = []
@@ -139,15 +146,21 @@ def test_threads_compile_each_kernel_once(launches: list[Any], on_cuda: None, mo
         return slow(self, *args)
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
+    turn = sys.getswitchinterval()
     first, second = compile_ahead(graphs, {})
+    assert sys.getswitchinterval() == ahead.TURN < turn
     assert (len(first.jobs), len(second.jobs)) == (len(calls), len(more) - len(calls))
     first.finish()
-    assert len(compiled) >= len(calls)
+    assert len(compiled) > len(calls)
     second.finish()
-    assert len(compiled) == len(more) and threading.current_thread().name not in compiled and not compiles_here()
+    assert len(compiled) == 1 + len(more) and threading.current_thread().name not in compiled and not compiles_here()
     for name, args in more:
         op_of(name)(*args)
-    assert len(launches) == len(more) == len(compiled)
+    assert 1 + len(launches) == 1 + len(more) == len(compiled)
+    deadline = time.monotonic() + 10
+    while sys.getswitchinterval() != turn:  # the last job's end is told to others before that
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_cannot_be_compiled_says_so_at_its_launch(
@@ -182,6 +195,18 @@ def test_a_model_finds_its_kernels(launches: list[Any], on_cuda: None, monkeypat
     model(x).sum().backward()
     assert len(during) >= 3 and threading.current_thread().name not in during
     assert {compiled.key[0] for compiled, _, _ in launches} >= {"norm_forward", "norm_backward"}
+
+
+def test_a_model_on_the_cpu_asks_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(ahead, "_can_compile", lambda: True)
+    monkeypatch.setattr(ahead, "_start", lambda launches, threads: refuse() if launches else [])
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.RMSNorm(32))
+    megafx.parallelize(model, megafx.Config(cache=False), example_inputs=torch.randn(8, 32))
+    assert not ahead._ready
 
 
 def test_plans_compile_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,19 +25,26 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megafx.ir.program import VAL
-from megafx.kernels.common.op import HAVE_TRITON, computes
-from megafx.kernels.common.recording import Foreseen, foreseeing
+from megafx.kernels.common import op
+from megafx.kernels.common.recording import Address, Foreseen, foreseeing
 from megafx.progress import stage
 
-MOST_THREADS = 16
+MOST_THREADS = 8
+# Seconds after which a thread that runs Python has to let others in. Those that compile ask for the lock hundreds of times a
+# kernel; at Python's 0.005 sixteen of them took 35 s beside a thread that computes, at this 19 s (2 cores, 2026-11-27).
+TURN = 0.0005
 logger = logging.getLogger("megafx")
 _local = threading.local()
+_lock = threading.Lock()
+_jobs: set[Future[None]] = set()  # that run or wait
+_turn_before = 0.0
+_ready: list[Future[None]] = []
 
 
 class Compiling:
     """Kernels that are being compiled."""
 
-    def __init__(self, jobs: Sequence[Future[Any]]) -> None:
+    def __init__(self, jobs: Sequence[Future[None]]) -> None:
         self.jobs = jobs
 
     def finish(self) -> None:
@@ -51,33 +59,73 @@ def compiles_here() -> bool:
     return getattr(_local, "compiles", False)
 
 
-class _Unknown(Exception):
-    """A size that data decides."""
+def get_ready(graph: fx.Graph) -> None:
+    """Start what comes with the first kernel of a process, once: Triton compiles its driver, and reads its own libraries.
+    graph: whether its values lie where kernels run."""
+    if not _ready and _can_compile() and any(_runs(n.meta[VAL]) for n in graph.find_nodes(op="placeholder")):
+        from megafx.kernels.common.nothing_triton import nothing
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        _ready.extend(_start([Foreseen(nothing, (1,), device, [Address(0, torch.float32)], {})], 1))
 
 
 def compile_ahead(graphs: Sequence[fx.Graph], sizes: Mapping[sympy.Symbol, int]) -> list[Compiling]:
     """Start to compile the kernels of each graph; those that an earlier one has too belong to that. sizes: of the call."""
-    if not (HAVE_TRITON and torch.cuda.is_available()):
+    if not _can_compile():
         return [Compiling(()) for _ in graphs]
-    from triton import knobs
-
-    if knobs.runtime.interpret:
-        return [Compiling(()) for _ in graphs]
-    # Ranks of one host share its cores.
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = ThreadPoolExecutor(min(MOST_THREADS, max(1, cores)), "megafx compiles")
+    for graph in graphs:
+        get_ready(graph)
     known: set[Any] = set()
     made = []
+    # Ranks of one host share its cores.
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for graph in graphs:
         found = {key: launch for key, launch in foresee(graph, sizes).items() if key not in known}
         known |= found.keys()
-        made.append(Compiling([threads.submit(_compile, launch) for launch in found.values()]))
-    threads.shutdown(wait=False)
-    return made
+        made.append([*found.values()])
+    jobs = iter(_start([launch for each in made for launch in each], min(MOST_THREADS, max(1, cores))))
+    return [Compiling([next(jobs) for _ in each]) for each in made]
 
 
-def _compile(launch: Foreseen) -> None:
+def _runs(value: Any) -> bool:
+    return isinstance(value, Tensor) and op.runs_triton(value)
+
+
+def _can_compile() -> bool:
+    if not (op.HAVE_TRITON and torch.cuda.is_available()):
+        return False
+    from triton import knobs
+
+    return not knobs.runtime.interpret
+
+
+def _start(launches: Sequence[Foreseen], threads: int) -> list[Future[None]]:
+    global _turn_before
+    if not launches:
+        return []
+    executor = ThreadPoolExecutor(threads, "megafx compiles")
+    with _lock:
+        if not _jobs:
+            _turn_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(TURN, _turn_before))
+        jobs = [executor.submit(_compile, launch, tuple(_ready)) for launch in launches]
+        _jobs.update(jobs)
+    for job in jobs:
+        job.add_done_callback(_ended)
+    executor.shutdown(wait=False)
+    return jobs
+
+
+def _ended(job: Future[None]) -> None:
+    with _lock:
+        _jobs.discard(job)
+        if not _jobs:
+            sys.setswitchinterval(_turn_before)
+
+
+def _compile(launch: Foreseen, after: Sequence[Future[None]]) -> None:
     _local.compiles = True
+    wait(after)
     try:
         launch.compile()
     except Exception as error:
@@ -85,13 +133,17 @@ def _compile(launch: Foreseen) -> None:
         raise
 
 
+class _Unknown(Exception):
+    """A size that data decides."""
+
+
 def foresee(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> dict[Any, Foreseen]:
     """The kernels that the graph will launch, by what tells them apart."""
     found: dict[Any, Foreseen] = {}
     seen = set()
     for node in graph.nodes:
-        run = computes(node.target) if node.op == "call_function" else None
-        if run is None:
+        run = op.computes(node.target) if node.op == "call_function" else None
+        if run is None or not any(_runs(n.meta.get(VAL)) for n in node.all_input_nodes):
             continue
         with FakeTensorMode(allow_non_fake_inputs=True), foreseeing() as launches, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # launchers ask where memory starts, which fakes do not like: at 0

@@ -275,7 +275,7 @@ def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args:
         torch.library.wrap_triton(kernel)[tuple(grid)](*args, **options)
         return
     if (foreseen := recording.foreseen()) is not None:
-        foreseen.append(recording.Foreseen(kernel, grid, like, args, options))
+        foreseen.append(recording.Foreseen(kernel, grid, like.device, args, options))
         return
     if like.device.type != "cuda" or like.device.index == torch.cuda.current_device():
         compiled = kernel[tuple(grid)](*args, **options)

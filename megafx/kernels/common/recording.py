@@ -128,8 +128,10 @@ class Address:
 class Foreseen:
     """A launch that has not been made: its kernel can be compiled. key: what tells that from others."""
 
-    def __init__(self, kernel: Any, grid: Sequence[Any], like: Tensor, args: Sequence[Any], options: Any) -> None:
-        self.kernel, self.grid, self.device = kernel, tuple(grid), like.device
+    def __init__(
+        self, kernel: Any, grid: Sequence[Any], device: torch.device, args: Sequence[Any], options: Any
+    ) -> None:
+        self.kernel, self.grid, self.device = kernel, tuple(grid), device
         self.args = [_without_memory(x) for x in args]
         self.options = {name: _without_memory(x) for name, x in options.items()}
         names = [p.name for p in kernel.params]
