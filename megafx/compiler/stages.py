@@ -41,6 +41,7 @@ from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.group_by_expert import group_by_expert
 from megafx.passes.experts.join_experts import join_experts
 from megafx.passes.experts.own_experts import own_experts
+from megafx.passes.experts.stack_lists import stack_lists
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.passes.fuse.fuse import fuse
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
@@ -116,6 +117,7 @@ PLANNING: tuple[PassFunction, ...] = (
     share_logsumexp,
     fuse,
     describe_masks,
+    stack_lists,
     group_by_expert,
     place_axes,
     cut_sequence,

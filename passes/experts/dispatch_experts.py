@@ -69,9 +69,10 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
             mixture.write(f"received{count}")
             count += 1
     if not count:
+        why = next((f": {note.message}" for note in program.notes if note.topic == "experts"), "")
         raise PlanError(
             f"expert_model_parallel_size={ranks}, but this model has no mixture of experts whose rows are sorted by expert and "
-            "computed by grouped products",
+            f"computed by grouped products, or whose experts are a list{why}",
             fix="set expert_model_parallel_size to 1; transformers' mixtures are computed so with "
             "`experts_implementation='grouped_mm'` in their config",
         )
@@ -207,7 +208,7 @@ class _Mixture:
             source, by = args[0], args[2]
         else:
             return False
-        by = behind(by, _SAME)
+        by = behind(by, _SAME | {aten.clamp.default})
         of_rows = by.target is ops.group_rows.default and by.args[:2] == (self.ids, self.order)
         return bool(of_rows and source not in self.sorted and source.meta[VAL].shape[0] == self.experts)
 

@@ -384,6 +384,23 @@ def never_negative(ids: Any) -> bool:
     return (str(ids.target) in VIEWS or ids.target in _MOVES) and never_negative(ids.args[0])
 
 
+def chosen_among(ids: Any) -> int:
+    """Of how many the ids are indices that topk, sort or argmax gave; 0 where they are not."""
+    ids = _plain(ids, casts=True)
+    if not isinstance(ids, fx.Node) or not never_negative(ids):
+        return 0
+    if ids.target is operator.getitem:
+        source, which = _operand(ids, 0), _operand(ids, 1)
+        if which == 0:
+            return chosen_among(source.args[0])
+        ids = source
+    elif str(ids.target) in VIEWS or ids.target in _MOVES:
+        return chosen_among(ids.args[0])
+    dim = argument(ids, "dim")
+    among = ids.args[0].meta[VAL].shape[-1 if dim is None and "argm" not in op_name(ids) else dim]
+    return among if isinstance(among, int) else 0
+
+
 def _plain(node: Any, casts: bool = False) -> Any:
     """What the value is a copy of; with casts, also a cast of."""
     return behind(node, _SAME | CASTS if casts else _SAME)

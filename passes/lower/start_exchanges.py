@@ -47,7 +47,7 @@ def _changed(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
         _start_early(begin)
         _let_run_behind(begin)
     ends = {end for _, end in begun}
-    for node in reversed(graph.nodes):
+    for node in [*reversed(graph.nodes)]:  # each once: two that the same node reads would move in turn for ever
         if node in ends or (_is_light(node) and storage_of(node) in ends):
             min(node.users).prepend(node)
     graph.lint()

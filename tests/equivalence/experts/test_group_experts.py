@@ -54,8 +54,11 @@ class Mixture(nn.Module):
         mask = F.one_hot(chosen, self.number).permute(2, 1, 0)
         for e, expert in enumerate(self.experts):
             which, rows = torch.where(mask[e])
-            y = expert(rows_of_tokens[rows]) * weights[rows, which, None]
-            if self.put == "index_add":
+            of_expert = (
+                rows_of_tokens[None, rows].reshape(-1, 8) if self.put == "hugging_face" else rows_of_tokens[rows]
+            )
+            y = expert(of_expert) * weights[rows, which, None]
+            if self.put in ("index_add", "hugging_face"):
                 out.index_add_(0, rows, y)
             elif self.put == "functional":
                 out = out.index_add(0, rows, y)
@@ -99,6 +102,7 @@ def grouped(model: nn.Module, **config: Any) -> tuple[int, list[str]]:
         (Plain, True, "index_add", 4),
         (Plain, False, "functional", 2),
         (Gated, True, "assigned", 2),
+        (Gated, True, "hugging_face", 2),  # [1, rows, ..], with biases in what gate and up are merged to
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -1,0 +1,294 @@
+"""Experts of a list become products of stacked weights on rows sorted by expert, where ranks are to share out experts.
+
+Before:  %at0 = rows(eq(%ids, 0), 'u0'); %t0 = select(%at0, 1, 0); %k0 = select(%at0, 1, 1)         # ids: [T, 2]
+         %y0 = mul(linear(index(%x, [%t0]), %w0), index(%p, [%t0, %k0])); %o0 = index_add(%out, 0, %t0, %y0)
+         %at1 = rows(eq(%ids, 1), 'u1'); ..                             ; %o1 = index_add(%o0, 0, %t1, %y1)
+After:   %flat = view(%ids, [S]); %order = group_order(%flat, 2); %ends = group_ends(%flat, 2)
+         %w = transpose(stack([%w0, %w1]), 1, 2); %h = grouped_mm(group_rows(%x, %order, 2), %w, %ends)
+         %y = mul(%h, group_rows(view(%p, [S]), %order, 1))
+         %o = add(%out, sum(view(ungroup_rows(%y, %order), [T, 2, n]), [1]))
+Legal because: all ops between compute each row by itself, so that rows of all experts may stand one below the other; a token
+gets the sum of what its experts give.
+
+A row is a place of the masks, which have a dim of tokens and others of fixed sizes. Where no two experts have the same place,
+and each place has one (masks compare indices of topk or argmax, or are a one-hot code), a row is a place. Else each place is
+a row for each expert; those that an expert does not get have a number beyond the last expert: they are computed nowhere once
+tokens travel (`dispatch_experts`), and add zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import CASTS, COPIES, behind, op_name
+from megafx.ir.program import VAL, Phase, Program, fqn_of
+from megafx.ir.sizes import SizeEmitter, row_sources
+from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
+from megafx.passes.experts.expert_chains import BIASED, InStep, Refused, chains, has_rows, is_one, one_op, row_symbol
+from megafx.passes.experts.expert_units import chosen_among
+from megafx.planner.context import Planner
+from megafx.rules.families import VIEWS
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+NAME = "stack_lists"
+ops, aten = torch.ops.megafx, torch.ops.aten
+_SAME = COPIES | CASTS | {aten.detach.default}
+_EACH = -1  # a dim of rows that has one for each expert, beside the dims of the masks
+
+
+def stack_lists(program: Program, planner: Planner) -> int:
+    """Return the number of mixtures whose experts are stacked."""
+    if planner.data is None or planner.data.experts == 1:
+        return 0
+    count = 0
+    for chain in chains(program.graph):
+        stacking = _Stacking(program, chain)
+        try:
+            stacking.run()
+        except Refused as reason:
+            y = chain[0].y
+            what = (
+                f"{len(chain)} experts of a list, of which '{fqn_of(y)}' computes the first, are not stacked: {reason}"
+            )
+            program.note("experts", what, y)
+            continue
+        count += 1
+    program.graph.eliminate_dead_code()
+    return count
+
+
+class _Stacking(InStep):
+    """Of one mixture of E experts. dims: what the rows are: dims of the masks, that of tokens first. exact: each row has an
+    expert. rows, tokens: how many, structural. ids, order: of the rows."""
+
+    name = NAME
+
+    def run(self) -> None:
+        """Raises Refused."""
+        self.experts = len(self.chain)
+        added = tuple(each.y for each in self.chain)
+        linears = self.linears(added)
+        symbols, found = [row_symbol(value) for value in added], row_sources(self.program.graph)
+        if len({*symbols}) < len(symbols) or not all(
+            s in found and found[s][0].target is ops.rows.default for s in symbols
+        ):
+            raise Refused("their rows are not selected by a mask each")
+        self.places = tuple(found[s][0] for s in symbols)  # type: ignore[index]  # none is None
+        if not linears:
+            raise Refused(
+                f"they do not do the same, or {op_name(added[0])} has no form that does the rows of all experts"
+            )
+        for products in linears:
+            self._check(products)
+        self._name_rows()
+        y = self.batch(added)
+        if not self.exact:
+            given = self.build(aten.lt.Scalar, self.ids, self.experts)
+            given = self.build(aten.unsqueeze.default, self.build(aten.to.dtype, given, y.meta[VAL].dtype), 1)
+            y = self.build(aten.mul.Tensor, y, self.build(ops.group_rows.default, given, self.order, 1))
+        back = self.build(ops.ungroup_rows.default, y, self.order)
+        if self.choices > 1:
+            back = self.build(aten.reshape.default, back, [self._emit(self.tokens), self.choices, *_tail(added[0])])
+            back = self.build(aten.sum.dim_IntList, back, [1])
+        self.last.replace_all_uses_with(self.build(aten.add.Tensor, self.chain[0].out, back))
+
+    def _check(self, products: tuple[fx.Node, ...]) -> None:
+        for place in range(1, len(products[0].args)):
+            values = [p.args[place].meta[VAL] if p.args[place] is not None else None for p in products]  # type: ignore[union-attr]
+            if len({None if v is None else (tuple(v.shape), v.dtype, v.device) for v in values}) > 1:
+                raise Refused("shapes or dtypes of their weights differ")
+
+    def _emit(self, size: int) -> Any:
+        return SizeEmitter(self.program.graph, self.program.sizes)(size)
+
+    # -- rows
+
+    def _name_rows(self) -> None:
+        token = self.column(tuple(each.rows for each in self.chain))
+        if token is None:
+            raise Refused("their results are not put back where the masks have them")
+        masks: Any = tuple(p.args[0] for p in self.places)
+        self.shape = self.program.sizes.shape(masks[0].meta[VAL])
+        self.dims = [token, *(d for d in range(len(self.shape)) if d != token)]
+        if any(not isinstance(masks[0].meta[VAL].shape[d], int) for d in self.dims[1:]):
+            raise Refused("their masks have several dims whose sizes vary")
+        ids = self._chosen(masks)
+        self.exact = ids is not None
+        if ids is None:
+            device = masks[0].meta[VAL].device
+            numbers = self.build(aten.arange.default, self.experts, dtype=torch.int64, device=device, pin_memory=False)
+            every = self._arranged(self.of_all(masks), [_EACH, *range(len(self.shape))], [*self.dims, _EACH])
+            self.dims.append(_EACH)
+            ids = self.build(aten.where.ScalarOther, every, numbers, 2**30)
+        else:
+            ids = self._arranged(ids, [*range(len(self.shape))], self.dims)
+        self.tokens = self.shape[token]
+        self.choices = math.prod(self._length(d) for d in self.dims[1:])
+        self.rows = self.tokens * self.choices
+        self.ids = self.build(aten.reshape.default, ids, [self._emit(self.rows)])
+        self.by_token = ids
+        self.order = self.build(ops.group_order.default, self.ids, self.experts)
+        self.ends = self.build(ops.group_ends.default, self.ids, self.experts)
+
+    def _length(self, dim: int) -> int:
+        return self.experts if dim == _EACH else self.shape[dim]
+
+    def _arranged(self, value: fx.Node, dims: Sequence[int], wanted: Sequence[int]) -> fx.Node:
+        """The dims of a value in another order; what follows stays."""
+        at = [dims.index(d) for d in wanted]
+        if at == [*range(len(at))]:
+            return value
+        return self.build(aten.permute.default, value, [*at, *range(len(at), value.meta[VAL].dim())])
+
+    def _chosen(self, masks: tuple[fx.Node, ...]) -> fx.Node | None:
+        """The number of the expert of each place, where it has one."""
+        first: Any = masks[0]
+        if one_op(masks) and first.target is aten.eq.Scalar and is_one(ids := [m.args[0] for m in masks]):
+            numbered = [m.args[1] for m in masks] == [*range(self.experts)]
+            return ids[0] if numbered and chosen_among(ids[0]) == self.experts else None  # type: ignore[return-value]
+        parts: Any = masks
+        while one_op(parts) and (parts[0].target in _SAME or _not_zero(parts[0])):
+            parts = tuple(p.args[0] for p in parts)
+        if not one_op(parts) or parts[0].target is not aten.select.int or not is_one([p.args[0] for p in parts]):
+            return None
+        source, dim = parts[0].args[0], parts[0].args[1]
+        if [p.args[2] for p in parts] != [*range(self.experts)] or any(p.args[1] != dim for p in parts):
+            return None
+        dims = [*range(source.meta[VAL].dim())]
+        of_experts = dims[dim]
+        source = behind(source, _SAME)
+        while source.target in (aten.transpose.int, aten.permute.default) or _not_zero(source):
+            if not _not_zero(source):
+                dims = _before(dims, source)
+            source = behind(source.args[0], _SAME)
+        if source.target is not aten.one_hot.default or source.args[1] != self.experts or dims[-1] != of_experts:
+            return None
+        left = [d - (d > of_experts) for d in dims[:-1]]
+        return self._arranged(source.args[0], left, [*range(len(left))])
+
+    # -- doing it once
+
+    def batch(self, values: tuple[Any, ...]) -> fx.Node:
+        """[rows, ..] of all experts."""
+        if values not in self.known:
+            if not self.alike(values):
+                raise Refused(f"{op_name(values[0])} has no form that does the rows of all experts")
+            self.known[values] = self._do(values)
+        return self.known[values]
+
+    def _do(self, values: tuple[fx.Node, ...]) -> fx.Node:
+        first, operands = values[0], self.operands(values)
+        if first.target is aten.linear.default:
+            x, weight, *bias = operands
+            turned = self.build(aten.transpose.int, self._stacked(weight), 1, 2)
+            made = self.build(ops.grouped_mm.default, self.batch(x), turned, self.ends)
+            return self._biased(made, bias[0]) if bias and bias[0][0] is not None else made
+        if first.target is aten.index.Tensor:
+            return self._taken(values)
+        if str(first.target) in VIEWS:
+            x = self.batch(operands[0])
+            return self.build(aten.reshape.default, x, [self._emit(self.rows), *_tail(first)])
+        own = BIASED.get(first.target)  # type: ignore[call-overload]
+        args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(operands)]
+        if own is not None and args[own] is not None:
+            args[0], args[own] = self._biased(args[0], operands[own]), None
+        return self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]
+
+    def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
+        """A number, a tensor without rows that all experts share, or the rows of all."""
+        if not isinstance(each[0], fx.Node):
+            return each[0]
+        if is_one(each) and not has_rows(each[0], user):
+            if each[0].meta[VAL].dim() > len(_tail(user)) + 1:
+                raise Refused(f"{op_name(user)} reads a value of more dims than a row")
+            return each[0]
+        return self.batch(each)
+
+    def _stacked(self, values: Sequence[fx.Node]) -> fx.Node:
+        key = ("stacked", *values)
+        if key not in self.known:
+            self.known[key] = self.build(aten.stack.default, [*values], 0)
+        return self.known[key]
+
+    def _biased(self, x: fx.Node, biases: Sequence[fx.Node]) -> fx.Node:
+        """With the bias of each row's expert."""
+        by = self.build(ops.group_rows.default, self.ids, self.order, 1)
+        if not self.exact:
+            by = self.build(aten.clamp.default, by, None, self.experts - 1)
+        return self.build(aten.add.Tensor, x, self.build(aten.index_select.default, self._stacked(biases), 0, by))
+
+    def _taken(self, values: tuple[fx.Node, ...]) -> fx.Node:
+        """value[column, ..]: what is each row's."""
+        sources: Any = tuple(v.args[0] for v in values)
+        apart = 0
+        columns: list[int] = []
+        for each in self.operands(values):
+            if each[0] is None:
+                if columns or sources[0].meta[VAL].shape[apart] != 1:
+                    raise Refused("a value is read by rows that are not its first dim")
+                apart += 1
+                continue
+            column = self.column(each)
+            if column is None or column in columns:
+                raise Refused("a value is not read where the masks have rows")
+            columns.append(column)
+        if is_one(sources):
+            source = sources[0]
+            for _ in range(apart):
+                source = self.build(aten.select.int, source, 0, 0)
+            return self._of_rows(source, columns)
+        every = self.of_all(sources)  # apart is 0: `alike` has seen to it
+        if not self.exact:
+            return self._of_rows(every, [_EACH, *columns])
+        tail = every.meta[VAL].shape[1 + len(columns) :]
+        if columns != self.dims[:1] or math.prod(tail) != 1:
+            raise Refused("each reads a value of its own by more than the number of the token")
+        flat = self.build(aten.reshape.default, every, [self.experts, self._emit(self.tokens)])
+        by = self.build(aten.reshape.default, self.by_token, [self._emit(self.tokens), self.choices])
+        own = self.build(aten.gather.default, self.build(aten.transpose.int, flat, 0, 1), 1, by)
+        own = self.build(aten.reshape.default, own, [self._emit(self.rows), *tail])
+        return self.build(ops.group_rows.default, own, self.order, 1)
+
+    def _of_rows(self, value: fx.Node, dims: list[int]) -> fx.Node:
+        """Of a value whose first dims are these, what each row has."""
+        if dims == self.dims[:1]:
+            return self.build(ops.group_rows.default, value, self.order, self.choices)
+        present = [d for d in self.dims if d in dims]
+        tail = [*value.meta[VAL].shape[len(dims) :]]
+        value = self._arranged(value, dims, present)
+        for at, dim in enumerate(self.dims):
+            if dim not in dims:
+                value = self.build(aten.unsqueeze.default, value, at)
+        if len(present) < len(self.dims):
+            sizes = [-1 if d in dims else self._emit(self._length(d)) for d in self.dims]
+            value = self.build(aten.expand.default, value, [*sizes, *tail])
+        flat = self.build(aten.reshape.default, value, [self._emit(self.rows), *tail])
+        return self.build(ops.group_rows.default, flat, self.order, 1)
+
+
+def _not_zero(node: Any) -> bool:
+    """True if the node says where its operand is not 0."""
+    return node.target in (aten.ne.Scalar, aten.gt.Scalar) and node.args[1] == 0
+
+
+def _before(dims: list[int], node: fx.Node) -> list[int]:
+    """dims: names of a permuted value's dims. Those of its operand."""
+    args: Any = node.args
+    if node.target is aten.transpose.int:
+        moved = [*range(len(dims))]
+        a, b = (x % len(dims) for x in args[1:3])
+        moved[a], moved[b] = moved[b], moved[a]
+    else:
+        moved = [x % len(dims) for x in args[1]]
+    return [dims[moved.index(d)] for d in range(len(dims))]
+
+
+def _tail(value: fx.Node) -> list[int]:
+    """Sizes of a row, of [rows, ..] or [1, rows, ..]."""
+    shape = value.meta[VAL].shape
+    return [*map(int, shape[1 if row_symbol(value) is not None else 2 :])]

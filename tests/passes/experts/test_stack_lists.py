@@ -1,0 +1,143 @@
+"""Experts of a list that data-parallel ranks share out, however their tokens are selected, against eager at fp64.
+
+Covers: passes/experts/stack_lists.py, passes/experts/expert_chains.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import index_dispatch
+import pytest
+import torch
+from index_dispatch import EXPERTS, HIDDEN, Expert, Form, Mixture, tokens
+from torch import Tensor, nn
+
+import megafx
+from megafx.config import Config
+from megafx.errors import PlanError
+from megafx.ir.nodes import op_name
+from megafx.ir.program import Program
+from megafx.planner.context import Planner
+
+
+def above(out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor, e: int, expert: nn.Module) -> Tensor:
+    """Any number of experts a token, none too; each reads a score of its own."""
+    scores = x[:, :EXPERTS].sigmoid()
+    rows = (scores[:, e] > 0.5).nonzero().squeeze(-1)
+    return out.index_add(0, rows, expert(x[rows]) * scores[rows, e, None])
+
+
+def best(out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor, e: int, expert: nn.Module) -> Tensor:
+    """One expert a token."""
+    scores = x[:, :EXPERTS].sigmoid()
+    mask = scores.argmax(-1) == e
+    out[mask] += expert(x[mask]) * scores[mask, e, None]
+    return out
+
+
+FORMS: dict[str, Form] = {**index_dispatch.FORMS, "above": above, "best": best}
+FEW = ("one_hot_of_hugging_face", "above")
+
+
+class Model(nn.Module):
+    """bias: of experts. Router losses of all tokens are in the loss."""
+
+    def __init__(self, *forms: str, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Mixture(FORMS[form], bias) for form in forms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, loss = self.first(x), x.new_zeros(())
+        for layer in self.layers:
+            y, balance = layer(x)
+            x, loss = x + y, loss + 0.1 * balance
+        return loss + x.square().mean()
+
+
+def verified(
+    model: nn.Module, mesh: dict[str, int], *passes: Any, experts: int = 2, check: int = 1, **options: Any
+) -> Any:
+    config = Config(passes=passes, expert_model_parallel_size=experts, **options)
+    with megafx.debug(check=check):
+        call = (tokens(2 * mesh["dp"], 3),)
+        return megafx.verify(model.double(), config, example_inputs=call, mesh=mesh, tolerance=1e-10)
+
+
+def kept(into: list[Program], where: str) -> tuple[str, Any]:
+    def keep(program: Program, planner: Planner) -> int:
+        into.append(program.copy())
+        return 0
+
+    return where, keep
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"dp": 2, "tp": 2}, {"check": 2}),
+        ({"dp": 3}, {"experts": 3}),  # two experts, two, and none
+        pytest.param({"dp": 4}, {"experts": 4, "data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param({"dp": 4}, {"data_parallel": "zero1"}, marks=SLOW),
+        pytest.param({"dp": 4, "tp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param({"dp": 2, "cp": 2}, {}, marks=SLOW),
+        pytest.param({"dp": 3, "tp": 2}, {"experts": 3, "data_parallel": "fsdp"}, marks=SLOW),
+        pytest.param({"dp": 6}, {"experts": 6}, marks=SLOW),  # fewer experts than ranks
+        pytest.param({"dp": 4, "tp": 3}, {"experts": 4, "sequence_parallel": True}, marks=SLOW),
+        pytest.param({"dp": 2}, {"activation_memory_budget": 0.4}, marks=SLOW),
+        pytest.param({"dp": 2}, {"recompute_granularity": "full", "recompute_method": "uniform"}, marks=SLOW),
+    ],
+)
+def test_as_one_process(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    verdict = verified(Model(*FEW), mesh, **options)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", sorted({*FORMS} - {*FEW}))
+def test_forms(form: str) -> None:
+    verdict = verified(Model(form), {"dp": 2})
+    assert verdict, str(verdict)
+
+
+def test_rows_are_choices_where_each_has_one_expert() -> None:
+    programs: list[Program] = []
+    assert verified(
+        Model("where_add_in_place", "two_masks", bias=False), {"dp": 2}, kept(programs, "after dispatch_experts")
+    )
+    moved = [n for n in programs[0].graph.nodes if op_name(n) == "places_of"]
+    assert [n.args[1] for n in moved] == [2, 2 * EXPERTS // 2 * 1]  # of two choices; of a mask for each expert
+    assert not [n for n in programs[0].graph.nodes if op_name(n) in ("rows", "index_add", "index_put")]
+
+
+def test_each_exchange_is_needed() -> None:
+    config = Config(tensor_model_parallel_size=1, data_parallel_size=2, expert_model_parallel_size=2)
+    found = megafx.sabotage(Model("where_add_in_place").double(), config, example_inputs=(tokens(4, 3),))
+    exchanges = [each for each in found.tried if "dispatch_rows" in each.change or "combine_rows" in each.change]
+    assert found and len(exchanges) >= 2 * (2 + 1), str(found)
+
+
+class Unlike(Model):
+    """One expert has a wider ffn."""
+
+    def __init__(self) -> None:
+        super().__init__("where_add_in_place")
+        self.layers[0].experts[1] = nn.Sequential(nn.Linear(HIDDEN, 9), nn.SiLU(), nn.Linear(9, HIDDEN))
+
+
+class Dropping(Model):
+    def __init__(self) -> None:
+        super().__init__("where_add_in_place")
+        for i in range(EXPERTS):
+            self.layers[0].experts[i] = nn.Sequential(Expert(), nn.LayerNorm(HIDDEN))
+
+
+@pytest.mark.parametrize("model", [Unlike, Dropping])
+def test_what_cannot_be_stacked_is_refused(model: type[Model]) -> None:
+    with pytest.raises(PlanError, match="experts of a list, of which .* are not stacked: "):
+        verified(model(), {"dp": 2})
