@@ -376,13 +376,13 @@ class _Search:
             self.most_experts = max((n.args[1].meta[VAL].shape[0] for n in found), default=1)
         return self.most_experts
 
-    def _ready(self, config: Config) -> tuple[Program, tuple[str, ...]]:
+    def _ready(self, config: Config) -> tuple[Program, dict[str, int]]:
         """(the program up to planning, parameters of which ranks hold their experts alone)."""
         if config.expert_model_parallel_size > 1:
             planner = self._planner(config)
             made, planner, _ = tried(self.captured, planner, before(plan_sharding, passes_of(planner, "planning")))
             return made, planner.experts
-        return self._without_experts(config), ()
+        return self._without_experts(config), {}
 
     def _without_experts(self, config: Config) -> Program:
         """The same where no ranks share out experts."""

@@ -418,7 +418,7 @@ def _stored(
     sharded = _gathers(program) and (spec.kind == "param" or program.batch.reduced)
     if spec.name in program.batch.experts:
         same = data.same_experts if sharded else 1
-        held = experts_held(tensor, shape, t, data.experts, same)
+        held = experts_held(tensor, shape, t, data.experts, same, program.batch.experts[spec.name])
         ranks, cut = data.experts * same, tensor.is_shard and t > 1
         axes = (EXPERT_AXIS, EXPERT_COPY_AXIS) if same == 1 else (SHARD_AXIS, COPY_AXIS)
         return _Stored(held, ranks * (t if cut else 1), axes[cut])

@@ -150,9 +150,7 @@ def by_owners(
 
 
 def _local_shape(placement: Placement, shape: Sequence[int], rank: int, ranks: int) -> list[int]:
-    if isinstance(placement, Nested):
-        return placement.local_shape(shape)
-    if isinstance(placement, Owned):
+    if isinstance(placement, (Nested, Owned)):
         return placement.local_shape(shape, rank)
     local = [*shape]
     if placement.is_shard:

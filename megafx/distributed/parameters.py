@@ -6,7 +6,7 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -214,18 +214,20 @@ def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> N
 
 
 @torch.no_grad()
-def shard_over_data(model: nn.Module, meshes: Meshes, experts: Collection[str]) -> None:
+def shard_over_data(model: nn.Module, meshes: Meshes, experts: Mapping[str, int]) -> None:
     """Cut parameters, and their gradients if they have some, again over data-parallel ranks, in place.
 
-    Of the parameters named in `experts` each rank keeps its experts; the others are cut where ranks hold shards of a copy.
+    Of the parameters named in `experts` each rank keeps its experts: those of a stack (-1), or the one whose rank is named. The
+    others are cut where ranks hold shards of a copy.
     """
-    of_experts = {id(slot.get()) for fqn, slot in parameter_slots(model) if fqn in experts}
+    of_experts = {id(slot.get()): experts[fqn] for fqn, slot in parameter_slots(model) if fqn in experts}
     for param in model.parameters():
         assert isinstance(param, TPTensor)
         tensor, t = placement_of(param), param._spec.mesh.size()
         if id(param) in of_experts:
             assert meshes.data is not None
-            placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts)
+            own = of_experts[id(param)]
+            placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts, own)
             mesh = meshes.experts_tensor if tensor.is_shard and t > 1 else meshes.experts
         elif meshes.shards is not None:
             mesh = meshes.shards

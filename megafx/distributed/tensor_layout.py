@@ -68,6 +68,12 @@ def gather_shards(local: Tensor, placement: Placement, group: dist.ProcessGroup 
         whole = local.clone() if local.shape[0] else local.new_empty([placement.cut.size, *local.shape[1:]])
         dist.broadcast(whole, group_src=placement.owner, group=group)
         return whole
+    if isinstance(placement, Nested) and placement.owner >= 0:
+        shape = [placement.rows, *local.shape[1:]]
+        parts = [local.clone() if local.shape[0] else local.new_empty(shape) for _ in range(placement.t)]
+        for k, part in enumerate(parts):
+            dist.broadcast(part, group_src=placement.owner * placement.t + k, group=group)
+        return unshard_tensors(parts, placement.tensor, placement.t)
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, local, group=group)
     return unshard_tensors(shards, placement, len(shards))
@@ -178,7 +184,7 @@ def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
 @cache
 def _nested_padding(mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device) -> Tensor | None:
     """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
-    mask = torch.ones(placement.local_shape(shape), dtype=torch.bool)
+    mask = torch.ones(placement.local_shape(shape, mesh.get_local_rank()), dtype=torch.bool)
     for box in shard_slices(shape, placement, mesh.get_local_rank(), mesh.size()):
         mask[box.local] = False
     return mask.to(device) if bool(mask.any()) else None

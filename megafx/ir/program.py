@@ -127,8 +127,8 @@ class Batch:
     graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
     of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
     (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
-    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands. experts: names
-    of parameters of which a rank has its experts alone (`hold_experts`). axes: sizes of the axes of the mesh but the
+    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands. experts:
+    parameters of which a rank has its experts alone, as in a plan (`hold_experts`). axes: sizes of the axes of the mesh but the
     tensor-parallel one.
     """
 
@@ -140,7 +140,7 @@ class Batch:
     whole: bool = True
     reduced: bool = False
     context: int = 1
-    experts: tuple[str, ...] = ()
+    experts: dict[str, int] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
 
 

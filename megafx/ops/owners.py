@@ -5,6 +5,8 @@
     megafx::owner_output               R -> P       summands of a result: the result on the owner, zeros elsewhere
     megafx::owner_parameter_gradient   P -> Owned   backward of owner_parameter: the gradient on the owner, no rows elsewhere
     megafx::owner_input_gradient       P -> P       backward of owner_input: the gradient on the owner, zeros elsewhere
+    megafx::owner_stack                Owned -> S0  the parts of this rank, stacked: of n parts rank r has those from
+                                                    r * ceil(n / ranks) on, and zeros where it has fewer
 
 The backward of owner_output is another owner_output.
 
@@ -63,7 +65,21 @@ _define("owner_parameter", "O -> R", _owner_parameter, "owner_parameter_gradient
 _define("owner_input_gradient", "P -> P", lambda x, own: x.clone() if own else torch.zeros_like(x))
 _define("owner_parameter_gradient", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
+
+def _owner_stack(parts: list[Tensor], ranks: int, axis: str) -> Tensor:
+    here = -(-len(parts) // ranks)
+    own = parts[here * axis_rank(axis) :][:here]
+    shape = next((x.shape for x in parts if x.shape[0]), parts[0].shape)
+    return torch.stack([*own, *[parts[0].new_zeros(shape)] * (here - len(own))])
+
+
+declare("megafx.owner_stack.default", outer="none: ", cost=FREE)
+torch.library.custom_op("megafx::owner_stack", _owner_stack, mutates_args=()).register_fake(
+    lambda parts, ranks, axis: parts[0].new_empty(-(-len(parts) // ranks), *parts[0].shape)
+)
+
 ops = torch.ops.megafx
+OWNER_STACK = ops.owner_stack.default
 OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT = ops.owner_parameter.default, ops.owner_parameter_gradient.default
 OWNER_INPUT, OWNER_INPUT_GRADIENT = ops.owner_input.default, ops.owner_input_gradient.default
 OWNER_OUTPUT = ops.owner_output.default

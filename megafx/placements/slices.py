@@ -62,6 +62,9 @@ def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) 
 
 def _nested_slices(shape: Sequence[int], placement: Nested, rank: int) -> list[ShardSlice]:
     """The boxes of a tensor-parallel rank's shard, as far as they lie in this rank's rows of it."""
+    if placement.owner >= 0:
+        own = rank // placement.t == placement.owner
+        return shard_slices(shape, placement.tensor, rank % placement.t, placement.t) if own else []
     per_rank = placement.inner.cut.local_size(placement.ranks)
     first = rank // placement.t * per_rank
     found = []

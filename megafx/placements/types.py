@@ -287,28 +287,33 @@ class Nested(Placement):
     """Build with `nested`. tensor: the cut over t ranks; ranks: how many cut each shard again; rows: of one shard's dim 0.
 
     Rank r of ranks * t holds those rows of tensor-parallel rank r % t's shard that are data-parallel rank r // t's, padded so
-    that every rank has as many.
+    that every rank has as many. owner: the data-parallel rank that has all of them, where one has; the others have no rows.
     """
 
     tensor: Placement = I
     t: int = 1
     ranks: int = 1
     rows: int = 0
+    owner: int = -1
 
     @property
     def inner(self) -> Placement:
         """How data-parallel ranks cut the tensor-parallel shard."""
-        return S(0, Layout.contiguous(self.rows, self.ranks))
+        return owned(self.rows, self.owner) if self.owner >= 0 else S(0, Layout.contiguous(self.rows, self.ranks))
 
-    def local_shape(self, shape: Sequence[int]) -> list[int]:
-        """Every rank's, for a parameter of logical `shape`."""
-        local = self.tensor.local_shape(shape) if isinstance(self.tensor, Nested) else [*shape]
+    def local_shape(self, shape: Sequence[int], rank: int) -> list[int]:
+        """What `rank` holds of a parameter of logical `shape`."""
+        local = self.tensor.local_shape(shape, rank % self.t) if isinstance(self.tensor, Nested) else [*shape]
         if not isinstance(self.tensor, Nested):
             local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
+        if isinstance(self.inner, Owned):
+            return self.inner.local_shape(local, rank // self.t)
         local[0] = self.inner.cut.local_size(self.ranks)
         return local
 
     def __str__(self) -> str:
+        if self.owner >= 0:
+            return f"{self.tensor} of {self.t} ranks, held by those of rank {self.owner}"
         return f"{self.tensor} of {self.t} ranks, its rows cut over {self.ranks}"
 
     __repr__ = __str__
@@ -327,13 +332,21 @@ def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Place
     return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
 
 
-def experts_held(tensor: Placement, shape: Sequence[int], t: int, ranks: int, same: int = 1) -> Placement:
+def experts_held(
+    tensor: Placement, shape: Sequence[int], t: int, ranks: int, same: int = 1, owner: int = -1
+) -> Placement:
     """How `ranks` groups of t tensor-parallel ranks hold the experts of a stack [experts, ...], which these hold at `tensor`.
 
     Tensor-parallel ranks that hold whole experts hold the same ones: the placement is then of the `ranks` alone. same: so many
-    of these groups of groups have the same experts, and cut what each has of them again.
+    of these groups of groups have the same experts, and cut what each has of them again. owner: of a parameter of one
+    expert, the rank that has this expert.
     """
     cut = tensor.is_shard and t > 1
+    if owner >= 0:
+        rows = tensor.cut.local_size(t) if cut and tensor.dim == 0 else shape[0]
+        return (
+            Nested("S", 0, Layout(1, (Block(1, rows),)), tensor, t, ranks, rows, owner) if cut else owned(rows, owner)
+        )
     held = nested(tensor, shape, t, ranks) if cut else S(0, Layout.contiguous(shape[0], ranks))
     if same == 1:
         return held

@@ -51,7 +51,7 @@ class Planner:
     data: DataAxis | None = None
     wants_grad: Callable[[Input], bool] | None = None
     fixed: dict[str, Placement] = field(default_factory=dict)
-    fixed_experts: tuple[str, ...] | None = None
+    fixed_experts: dict[str, int] | None = None
     given: Plan | None = None
     agree: Callable[[Plan], Plan] | None = None
     caches: dict[str, Placement] = field(default_factory=dict)
@@ -68,7 +68,9 @@ class Planner:
     keeps_casts: bool = False
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # decided by dispatch_experts
-    experts: tuple[str, ...] = ()  # parameters of which a rank needs its experts alone
+    experts: dict[str, int] = field(
+        default_factory=dict
+    )  # parameters of which a rank needs its experts alone (Plan.experts)
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)

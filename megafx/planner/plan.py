@@ -24,7 +24,7 @@ from megafx.errors import PlanError
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout, Owned, Placement, S, owned
 
-FORMAT = 2  # version of the JSON form
+FORMAT = 3  # version of the JSON form
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 LEGEND = """\
 operands -> result, the dim of the op's rule that is cut, [transitions of the result]. Placements: I whole on every rank, its
@@ -83,7 +83,8 @@ class Removal:
 class Plan:
     """placement of everything on axis `axis` of size `t`.
 
-    params: FQN -> storage placement (I or S). experts: those of which each expert-parallel rank holds its experts alone.
+    params: FQN -> storage placement (I or S). experts: those of which each expert-parallel rank holds its experts alone: -1, or
+    of a parameter of one expert the rank that holds it.
     ops: node name -> OpChoice. transitions: node name -> transitions of its value, in the order in which they are made.
     Microseconds, modelled: cost_us, what the solver minimises; step_us, a step by its timeline. flat_tokens: the plan is of a
     graph in which the tokens are one dim (`flatten_tokens`).
@@ -94,7 +95,7 @@ class Plan:
     sequence_parallel: bool = False
     flat_tokens: bool = False
     params: dict[str, Placement] = field(default_factory=dict)
-    experts: tuple[str, ...] = ()
+    experts: dict[str, int] = field(default_factory=dict)
     ops: dict[str, OpChoice] = field(default_factory=dict)
     transitions: dict[str, tuple[Transition, ...]] = field(default_factory=dict)
     removals: list[Removal] = field(default_factory=list)
@@ -174,9 +175,8 @@ class Plan:
         def texts(placements: Iterable[Placement]) -> list[list[Any]]:
             return [_encode(p, sizes) for p in placements]
 
-        plain = ("t", "axis", "sequence_parallel", "flat_tokens", "hardware", "workload", "cost_us")
+        plain = ("t", "axis", "sequence_parallel", "flat_tokens", "hardware", "workload", "cost_us", "experts")
         data: dict[str, Any] = {"format": FORMAT} | {name: getattr(self, name) for name in plain}
-        data["experts"] = [*self.experts]
         data["params"] = {k: _encode(p, sizes) for k, p in self.params.items()}
         data["ops"] = {
             k: {"ins": texts(o.ins), "out": _encode(o.out, sizes), "factor": o.factor, "fqn": o.fqn, "note": o.note}
@@ -218,7 +218,8 @@ class Plan:
         def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
             return tuple(_decode(p, reader) for p in items)
 
-        data["experts"] = tuple(map(str, data["experts"]))
+        if any(type(rank) is not int for rank in data["experts"].values()):
+            raise ValueError(f"experts are {data['experts']!r:.80}")
         data["params"] = {k: _decode(p, reader) for k, p in data["params"].items()}
         data["ops"] = {
             k: OpChoice(all_of(o["ins"]), _decode(o["out"], reader), o["factor"], o["fqn"], o["note"])
@@ -257,8 +258,8 @@ class Plan:
 _LARGEST_FILE = 2**28  # a plan of 1,000 layers takes some MiB
 _KINDS: dict[str, tuple[type, ...]] = {  # of the entries of a saved plan
     **{"t": (int,), "axis": (str,), "sequence_parallel": (bool,), "flat_tokens": (bool,), "hardware": (str,)},
-    **dict.fromkeys(("workload", "params", "ops", "conversions", "replicated"), (dict,)),
-    **{"removals": (list,), "experts": (list,), "cost_us": (int, float)},
+    **dict.fromkeys(("workload", "params", "experts", "ops", "conversions", "replicated"), (dict,)),
+    **{"removals": (list,), "cost_us": (int, float)},
 }
 
 _CALLS: dict[str, Callable[..., sympy.Expr]] = {  # functions of sizes, by the names that sympy prints

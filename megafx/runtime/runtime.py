@@ -638,7 +638,7 @@ class Runtime:
                     agreement.check_same("the plan", str(self.params), self.meshes.everyone)
                 with stage("shard the parameters"), torch.inference_mode(False):
                     shard_parameters(self.model, self.params)
-                    experts = () if self.settled.plan is None else self.settled.plan.experts
+                    experts = {} if self.settled.plan is None else self.settled.plan.experts
                     shard_over_data(self.model, self.meshes, experts)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -29,6 +29,7 @@ from megafx.analysis.layers import Layers
 from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
 from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
+from megafx.ops.owners import OWNER_PARAMETER_GRADIENT
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import (
     BATCH_AXIS,
@@ -102,18 +103,29 @@ class _Adder:
                     results[i] = _same_view(build, results[i], gradients.base, total)
                 output.args = (tuple(results),)
 
+    def _base(self, node: fx.Node) -> fx.Node:
+        """The value that a gradient shows: of experts of a list, that of all experts of a rank."""
+        if node.target is OWNER_PARAMETER_GRADIENT:
+            return storage_of(node.args[0])  # type: ignore[arg-type]
+        return node if self.data.sharded else storage_of(node)
+
     def _buckets(self) -> list[list[_Gradients]]:
         """In the order in which backward makes them."""
         found: dict[fx.Node, _Gradients] = {}
         for i, node, _ in self.program.parameter_gradients():
-            base = node if self.data.sharded else storage_of(node)
+            base = self._base(node)
             found.setdefault(base, _Gradients(base)).results.append(i)
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         buckets: list[list[_Gradients]] = []
         for together in self._regions(sorted(found.values(), key=lambda g: order[g.base])):
             last = buckets[-1] if buckets else []
             size = sum(g.bytes for g in (*last, *together))
-            if last and size <= self.data.bucket_bytes and self._kind(last[0]) == self._kind(together[0]):
+            if (
+                last
+                and not self._varies(together[0])
+                and size <= self.data.bucket_bytes
+                and self._kind(last[0]) == self._kind(together[0])
+            ):
                 last += together
             else:
                 buckets.append(together)
@@ -142,9 +154,15 @@ class _Adder:
         """Whether a rank has its experts alone: the tokens of the ranks that have others went into it."""
         return self.program.outputs[gradients.results[0]].name in self.batch.experts
 
+    def _varies(self, gradients: _Gradients) -> bool:
+        """Whether other ranks than the owner of an expert have no rows of it, so that no size of a bucket with it is theirs."""
+        place = gradients.results[0]
+        owned = self.batch.experts.get(self.program.outputs[place].name, -1) >= 0
+        return owned and [*self.program.results()][place].target is not OWNER_PARAMETER_GRADIENT
+
     def _kind(self, gradients: _Gradients) -> tuple[Any, ...]:
         value = gradients.base.meta[VAL]
-        return value.dtype, value.device, self._sharded(gradients), self._of_experts(gradients)
+        return value.dtype, value.device, self._sharded(gradients), self._of_experts(gradients), self._varies(gradients)
 
     def _complete(self, base: fx.Node) -> fx.Node:
         """The gradient of experts that no other rank has."""
@@ -229,7 +247,7 @@ def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> 
     """`node`, a view of `base`, as a view of `total`."""
     if node is base:
         return total
-    assert shows_operand(node)
+    assert shows_operand(node) or node.target is OWNER_PARAMETER_GRADIENT
     source = _same_view(build, node.args[0], base, total)  # type: ignore[arg-type]
     build.origin = node
     target: Callable[..., Any] = node.target  # type: ignore[assignment]

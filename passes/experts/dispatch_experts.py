@@ -13,6 +13,8 @@ After:   %p = places_of(%ids, 2, 4, 2); %n = count_received(%ends, %p, 4, 2, 'ep
 Legal because: what lies between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
 the same wherever it is computed. A rank takes its experts of the weights; the others' gradients are theirs.
 
+Experts of a capacity have as many rows each: these travel by ordinary transitions (passes/experts/capacity_experts.py).
+
 What travels is as little as can be: the tokens that the first products take, once to each rank that has an expert of theirs,
 and the sums of what the last ones give, weighted. A parameter that nothing else reads is then stored so (`hold_experts`): each
 rank has its experts alone.
@@ -23,7 +25,7 @@ Source: Lepikhin et al. 2020 (GShard, 2006.16668); Megatron's `expert_model_para
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,15 +37,15 @@ from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name
 from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located, tensors_of
 from megafx.ir.sizes import RowCount, SizeEmitter
 from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
+from megafx.passes.experts.capacity_experts import share_out_batches
+from megafx.passes.experts.expert_parts import NAME, OwnExperts
 from megafx.passes.experts.expert_units import GROUPED
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.placements.types import Layout, R, experts_held
 from megafx.planner.context import Planner
 from megafx.rules.families import VIEWS
 from megafx.units import bytes_text
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
-NAME = "dispatch_experts"
 aten, ops = torch.ops.aten, torch.ops.megafx
 _SAME = COPIES | CASTS | {aten.detach.default}
 _VIEWED = _SAME | {aten.transpose.int, aten.permute.default}
@@ -61,18 +63,19 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
             "data-parallel ones",
             fix="drop the override: tensor-parallel ranks then cut each expert's ffn",
         )
-    own = _OwnExperts(program, ranks)
+    own = OwnExperts(program, ranks, planner.data.same_experts)
     count = 0
     for order in program.graph.find_nodes(op="call_function", target=ops.group_order.default):
         mixture = _Mixture(program, order, own)
         if mixture.products:
             mixture.write(f"received{count}")
             count += 1
+    count += share_out_batches(program, own)
     if not count:
         why = next((f": {note.message}" for note in program.notes if note.topic == "experts"), "")
         raise PlanError(
             f"expert_model_parallel_size={ranks}, but this model has no mixture of experts whose rows are sorted by expert and "
-            f"computed by grouped products, or whose experts are a list{why}",
+            f"computed by grouped products, whose experts are a list, or have a capacity{why}",
             fix="set expert_model_parallel_size to 1; transformers' mixtures are computed so with "
             "`experts_implementation='grouped_mm'` in their config",
         )
@@ -85,76 +88,12 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
     return count
 
 
-class _OwnExperts:
-    """This rank's part of weights. made: the weight -> its part; stored: the parameter -> the transition that cuts it."""
-
-    def __init__(self, program: Program, ranks: int) -> None:
-        self.program, self.ranks = program, ranks
-        self.params = {node: spec.name for node, spec in program.input_nodes() if spec.kind == "param"}
-        self.made: dict[fx.Node, fx.Node] = {}
-        self.stored: dict[fx.Node, fx.Node] = {}
-
-    def here(self, experts: int) -> int:
-        """How many experts a rank has, at most."""
-        return Layout.contiguous(experts, self.ranks).local_size(self.ranks)
-
-    def part(self, weight: fx.Node, user: fx.Node) -> fx.Node:
-        """[experts, ...] -> [experts here, ...], for a node to read: of the parameter that it is a view or a cast of."""
-        if weight not in self.made:
-            if weight not in self.params and _keeps_experts(weight):
-                source, *others = weight.args
-                target: Any = weight.target
-                build = Builder(self.program, weight, weight, NAME)
-                self.made[weight] = build(target, self.part(cast(fx.Node, source), weight), *others, **weight.kwargs)
-            else:
-                self.made[weight] = self._cut(weight, user)
-        return self.made[weight]
-
-    def _cut(self, weight: fx.Node, user: fx.Node) -> fx.Node:
-        where = SizeEmitter(self.program.graph, self.program.sizes).anchor if weight in self.params else weight.next
-        experts = experts_held(R, weight.meta[VAL].shape, 1, self.ranks)
-        ends: Any = (R.tag, experts.tag, [], list(experts.flat_layout), EXPERT_AXIS, self.ranks)
-        made = Builder(self.program, where, user, NAME)(ops.transition.default, weight, *ends)
-        if weight in self.params:
-            self.stored[weight] = made
-        else:
-            what = (
-                f"{op_name(weight)} computes weights of experts, so each rank holds and computes those of all experts"
-            )
-            self.program.note("experts", what, weight)
-        return made
-
-    def held_alone(self) -> tuple[str, ...]:
-        """Names of the parameters of which a rank needs its experts alone."""
-        for param, cut in self.stored.items():
-            others = [user for user in param.users if user is not cut]
-            if others:
-                what = (
-                    f"'{self.params[param]}' is read by {op_name(others[0])} too, so each rank holds all experts of it"
-                )
-                self.program.note("experts", what, others[0])
-        return tuple(self.params[param] for param, cut in self.stored.items() if [*param.users] == [cut])
-
-
-def _keeps_experts(node: fx.Node) -> bool:
-    """Whether a node is a view or a cast of its operand with the same first dim."""
-    if node.op != "call_function" or not node.args:
-        return False
-    args: Any = node.args
-    if node.target is aten.transpose.int:
-        n = node.meta[VAL].dim()
-        return 0 not in (args[1] % n, args[2] % n)
-    if node.target is aten.permute.default:
-        return bool(args[1][0] == 0)
-    return node.target in _SAME and isinstance(args[0], fx.Node)
-
-
 class _Mixture:
     """Of one order of rows by expert. rows: how many, structural. choices: how many rows a token has. sorted: values that have
     these rows. products, lookups: nodes that read what is an expert's: weights, and entries by the expert of each row. moved:
     nodes that the ranks of the experts compute."""
 
-    def __init__(self, program: Program, order: fx.Node, own: _OwnExperts) -> None:
+    def __init__(self, program: Program, order: fx.Node, own: OwnExperts) -> None:
         self.program, self.order, self.own = program, order, own
         given: Any = order.args
         self.ids, self.experts = given

@@ -2,8 +2,10 @@
 
 Before:  %1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1); %2 = linear(%1, %w1); %3 = owner_output(%2, 1); %4 = add(%y, %3)
          %5 = owner_input_gradient(%g, 1); %6 = add(%h, %5);    %7 = owner_parameter_gradient(%dw, 1)
+         %8 = owner_stack([%a, %b, %c], 2, 'ep')
 After:   rank 1: %2 = linear(%x, %w); %4 = add(%y, %2); %6 = add(%h, %g); %7 = %dw
          others: %4 = %y; %6 = %h; %7 = empty, of no rows; what only computes %2, %g and %dw is gone
+         %8 = view(join_parameters([%a, %b]), [2, ..]) on rank 0; stack([%c, zeros]) on rank 1
 Legal because: these are the ops' definitions, with the rank filled in; adding zeros changes nothing.
 """
 
@@ -17,7 +19,8 @@ from torch import fx
 from megafx.ir.contracts import fail
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT
+from megafx.kernels import join_parameters  # noqa: F401  registers the op
+from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT, OWNER_STACK
 from megafx.placements.moves import same_sizes
 from megafx.planner.context import Planner
 
@@ -32,8 +35,11 @@ def drop_expert_values(program: Program, planner: Planner) -> int:
     if axes is None:
         return 0
     found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in OWNER_OPS]
-    if not found:
+    stacks = program.graph.find_nodes(op="call_function", target=OWNER_STACK)
+    if not found and not stacks:
         return 0
+    for node in stacks:
+        _stack(program, node, axes[node.args[2]].rank)
     zeros: list[fx.Node] = []
     for node in found:
         x, owner, axis, _ = node.args
@@ -57,7 +63,30 @@ def drop_expert_values(program: Program, planner: Planner) -> int:
     program.graph.eliminate_dead_code()
     for node in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER):
         raise fail(node, f"rank {node.args[1]} holds it, and another computes with it")
-    return len(found)
+    return len(found) + len(stacks)
+
+
+def _stack(program: Program, node: fx.Node, rank: int) -> None:
+    """This rank's parts: of parameters as they are stored, one memory."""
+    parts: Any = node.args[0]
+    value = node.meta[VAL]
+    here, shape = value.shape[0], [*map(int, value.shape[1:])]
+    own, build = parts[here * rank :][:here], Builder(program, node, node, NAME)
+    for part in parts:
+        if part.op == "placeholder" and part not in own:
+            with program.fake_mode:
+                part.meta[VAL] = part.meta[VAL].new_empty([0, *part.meta[VAL].shape[1:]])
+    if len(own) == here and all(part.op == "placeholder" for part in own):
+        joined = build(torch.ops.megafx.join_parameters.default, own)
+        made = build(aten.view.default, joined, [here, *shape])
+    else:
+        zeros = [_zeros_of(build, value, shape)] * (here - len(own))
+        made = build(aten.stack.default, [*own, *zeros])
+    _give(node, made)
+
+
+def _zeros_of(build: Builder, like: Any, sizes: list[Any]) -> fx.Node:
+    return build(aten.full.default, sizes, 0, dtype=like.dtype, device=like.device)
 
 
 def _give(node: fx.Node, value: Any) -> None:
@@ -92,5 +121,4 @@ def _strided(program: Program, node: fx.Node, value: Any) -> fx.Node:
 
 
 def _zeros(program: Program, node: fx.Node, sizes: list[Any]) -> fx.Node:
-    value = node.meta[VAL]
-    return Builder(program, node, node, NAME)(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device)
+    return _zeros_of(Builder(program, node, node, NAME), node.meta[VAL], sizes)

@@ -52,6 +52,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "data parallelism cannot cut the batch: rows are s": "passes/experts/test_group_by_expert.py",
     "expert_model_parallel_size=<ranks>, but this mode": "passes/experts/test_dispatch_experts.py",
     "experts cannot be shared out over ranks: between ": "passes/experts/test_dispatch_experts.py",
+    "'<name>' is held by the rank of its expert alone,": "dist/on_ranks/experts_shared_out.py",
     "expert_model_parallel_size=<size>: search does not": "passes/experts/test_dispatch_experts.py",
     "override 'expert' gives experts to tensor-paralle": "passes/experts/test_dispatch_experts.py",
     "expert_model_parallel_size=<experts> without data": "passes/experts/test_dispatch_experts.py",

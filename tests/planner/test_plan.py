@@ -161,8 +161,8 @@ def test_an_unknown_parameter_is_an_error_with_advice() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    text = _plan().to_json().replace('"format": 2', '"format": 99')
-    with pytest.raises(PlanError, match="plan format 99, expected 2"):
+    text = _plan().to_json().replace('"format": 3', '"format": 99')
+    with pytest.raises(PlanError, match="plan format 99, expected 3"):
         Plan.from_json(text)
 
 
@@ -209,7 +209,7 @@ def test_sizes_of_a_file_are_not_run(size: object, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "null", '{"format": 2}', "{" * 5000, '{"format": 2, "workload": 3}', "\x80"]
+    "text", ["", "[]", "null", '{"format": 3}', "{" * 5000, '{"format": 3, "workload": 3}', "\x80"]
 )
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(text.encode("latin-1"))
@@ -225,7 +225,7 @@ WRONG = {
         "removals": [{}, [3]],
         "conversions": [[], {"x": 3}],
         "params": [[], {"w": 3}, {"w": ["X"]}],
-        "experts": [3, {}],
+        "experts": [3, [], {"w": "0"}],
     },
     **{"ops": [3, {"mm": {}}, {"mm": 3}], "more": [1]},
 }

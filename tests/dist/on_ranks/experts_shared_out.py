@@ -5,20 +5,22 @@ sharded parameters, context- and tensor-parallel ranks; own meshes, gradients he
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check, near, same_tensors
+from listed_mixtures import Model as Listed
+from ranks import check, near, raises, same_tensors
 from sorted_mixtures import HIDDEN, Model, a_call, added_to_tokens, as_transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import megafx
-from megafx.errors import AgreementError
+from megafx.errors import AgreementError, PlanError
 
 EP = {"data_parallel_size": 2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 1}
 
@@ -36,7 +38,8 @@ def stepped(model: nn.Module, ranks: int) -> list[Tensor]:
     """Losses and norms of three steps."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4), []
     for step in range(3):
-        loss = model(*part(a_call(4 + 4 * step), ranks))
+        call = a_call(4 + 4 * step)
+        loss = model(*part(call[:1] if "first" in dict(model.named_children()) else call, ranks))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found += [loss.detach(), norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
@@ -44,7 +47,7 @@ def stepped(model: nn.Module, ranks: int) -> list[Tensor]:
     return found
 
 
-def trains_like_one_process(options: dict[str, Any], mesh: DeviceMesh | None = None) -> None:
+def trains_like_one_process(options: dict[str, Any], mesh: DeviceMesh | None = None, start: Callable[[], nn.Module] = start) -> None:
     model = megafx.parallelize(start(), megafx.Config(**options), mesh=mesh)
     found, state = stepped(model, options["data_parallel_size"]), megafx.full_state_dict(model)
     one = start()
@@ -96,6 +99,85 @@ def ranks_that_have_the_same_experts_hold_shards_of_them(folder: Path) -> None:
         for ours, theirs in zip(stepped(again, 4), wanted[0], strict=True):
             near(ours, theirs, f"a loss or a norm with {options}")
         same_tensors(megafx.full_state_dict(again), wanted[1], f"with {options}:")
+
+
+def start_list() -> nn.Module:
+    return Listed("one_hot_of_hugging_face", "above").double()
+
+
+@check(2)
+def experts_of_a_list_are_held_whole_by_their_rank(folder: Path) -> None:
+    """Two of four a rank: nothing of the others is there, nor in the optimizer. Gradients are held back; a checkpoint goes on
+    without such ranks, and from there back to them."""
+    trains_like_one_process(EP, start=start_list)
+    model, plain = megafx.parallelize(start_list(), megafx.Config(**EP, data_parallel="fsdp")), start_list()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+    with model.megafx.no_sync():
+        model(*part(a_call(4)[:1], 2)).backward()
+    model(*part(a_call(8)[:1], 2)).backward()
+    for rows in (4, 8):
+        plain(*a_call(rows)[:1]).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    optimizer.step(), optimizer.zero_grad()
+    for e in range(4):
+        weight = dict(model.named_parameters())[f"layers.0.experts.{e}.up.weight"]
+        rows = weight.shape[0] if e // 2 == dist.get_rank() else 0
+        assert weight.to_local().shape[0] == optimizer.state[weight]["exp_avg"].to_local().shape[0] == rows
+    megafx.save_checkpoint(folder / "a", model, optimizer, step=1)
+    wanted = stepped(model, 2), megafx.full_state_dict(model)
+    at, path = EP | {"expert_model_parallel_size": 1}, folder / "a"
+    for options in (at, EP):
+        again = megafx.parallelize(start_list(), megafx.Config(**options))
+        other = torch.optim.AdamW(again.parameters(), lr=0.02, eps=1e-4)
+        assert megafx.load_checkpoint(path, again, other).step == 1
+        path = folder / "b"
+        megafx.save_checkpoint(path, again, other, step=1)
+        for ours, theirs in zip(stepped(again, 2), wanted[0], strict=True):
+            near(ours, theirs, f"a loss or a norm with {options}")
+        same_tensors(megafx.full_state_dict(again), wanted[1], f"with {options}:")
+
+
+class Alternating(Listed):
+    """Of whose second layer a call may compute the first expert for all tokens."""
+
+    def forward(self, x: Tensor, dense: bool = False) -> Tensor:
+        if not dense:
+            return super().forward(x)
+        y, loss = self.layers[0](self.first(x))
+        return loss + self.layers[1].experts[0](y).square().mean()
+
+
+@check(2)
+def calls_that_read_experts_of_other_ranks_are_refused(folder: Path) -> None:
+    def made(experts: int) -> nn.Module:
+        return megafx.parallelize(
+            Alternating("one_hot_of_hugging_face", "above").double(), megafx.Config(**EP | {"expert_model_parallel_size": experts})
+        )
+
+    (x,) = part(a_call(4)[:1], 2)
+    model = made(2)
+    model(x).backward()
+    raises(PlanError, "is held by the rank of its expert alone, and this call reads it in another way", lambda: model(x, dense=True))
+    model = made(1)
+    model(x).backward()
+    near(model(x, dense=True), made(1)(x, dense=True), "a loss")
+
+
+@check(4)
+def experts_of_a_list_beside_tensor_parallel_ranks(folder: Path) -> None:
+    """An expert is cut over the two of its rank; files have whole weights, and are read by the ranks that need them."""
+    both = EP | {"tensor_model_parallel_size": 2}
+    trains_like_one_process(both, start=start_list)
+    model = megafx.parallelize(start_list(), megafx.Config(**both), example_inputs=tuple(a_call(4)[:1]))
+    model(*part(a_call(4)[:1], 2)).backward()
+    before = megafx.full_state_dict(model)
+    megafx.save_checkpoint(folder, model, step=1)
+    again = megafx.parallelize(start_list(), megafx.Config(**EP | {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}))
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+    megafx.load_checkpoint(folder, again)
+    same_tensors(megafx.full_state_dict(again), before, "after a load")
 
 
 @check(2)

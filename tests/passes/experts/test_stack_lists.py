@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import index_dispatch
 import pytest
-import torch
-from index_dispatch import EXPERTS, HIDDEN, Expert, Form, Mixture, tokens
-from torch import Tensor, nn
+from index_dispatch import EXPERTS, HIDDEN, Expert, tokens
+from listed_mixtures import FORMS, Model
+from torch import nn
 
 import megafx
 from megafx.config import Config
@@ -19,42 +18,6 @@ from megafx.errors import PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
-
-
-def above(out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor, e: int, expert: nn.Module) -> Tensor:
-    """Any number of experts a token, none too; each reads a score of its own."""
-    scores = x[:, :EXPERTS].sigmoid()
-    rows = (scores[:, e] > 0.5).nonzero().squeeze(-1)
-    return out.index_add(0, rows, expert(x[rows]) * scores[rows, e, None])
-
-
-def best(out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor, e: int, expert: nn.Module) -> Tensor:
-    """One expert a token."""
-    scores = x[:, :EXPERTS].sigmoid()
-    mask = scores.argmax(-1) == e
-    out[mask] += expert(x[mask]) * scores[mask, e, None]
-    return out
-
-
-FORMS: dict[str, Form] = {**index_dispatch.FORMS, "above": above, "best": best}
-FEW = ("one_hot_of_hugging_face", "above")
-
-
-class Model(nn.Module):
-    """bias: of experts. Router losses of all tokens are in the loss."""
-
-    def __init__(self, *forms: str, bias: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.layers = nn.ModuleList(Mixture(FORMS[form], bias) for form in forms)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, loss = self.first(x), x.new_zeros(())
-        for layer in self.layers:
-            y, balance = layer(x)
-            x, loss = x + y, loss + 0.1 * balance
-        return loss + x.square().mean()
 
 
 def verified(
@@ -74,6 +37,7 @@ def kept(into: list[Program], where: str) -> tuple[str, Any]:
     return where, keep
 
 
+FEW = ("one_hot_of_hugging_face", "above")
 SLOW = pytest.mark.slow
 
 
@@ -113,6 +77,17 @@ def test_rows_are_choices_where_each_has_one_expert() -> None:
     moved = [n for n in programs[0].graph.nodes if op_name(n) == "places_of"]
     assert [n.args[1] for n in moved] == [2, 2 * EXPERTS // 2 * 1]  # of two choices; of a mask for each expert
     assert not [n for n in programs[0].graph.nodes if op_name(n) in ("rows", "index_add", "index_put")]
+
+
+def test_a_rank_holds_its_experts_whole_and_nothing_of_the_others() -> None:
+    programs: list[Program] = []
+    verdict = verified(Model("where_add_in_place"), {"dp": 3}, kept(programs, "after hold_experts"), experts=3)
+    assert verdict, str(verdict)
+    batch = programs[0].batch
+    assert batch is not None
+    owner = {name: rank for name, rank in batch.experts.items() if name.endswith("up.bias")}
+    assert owner == {f"layers.0.experts.{e}.up.bias": e // 2 for e in range(EXPERTS)}
+    assert len(batch.experts) == 5 * EXPERTS and not [n for n in programs[0].notes if "holds" in n.message]
 
 
 def test_each_exchange_is_needed() -> None:
