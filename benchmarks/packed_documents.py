@@ -40,7 +40,7 @@ def step(attend: Callable[..., Tensor], *operands: Tensor | None) -> Callable[[]
 
     def run() -> list[Tensor]:
         out = attend(*operands)
-        return [out, *torch.autograd.grad(out, leaves, grad)]
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     return run
 

@@ -28,7 +28,7 @@ import megafx.kernels.attention.attention  # noqa: F401  registers megafx::atten
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
-from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
+from megafx.ir.nodes import CASTS, COPIES, argument, behind, draw_of, is_draw, op_name, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.localize_shapes import localize_shapes
@@ -53,6 +53,8 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     if program.batch is None:
         program.batch = Batch(1, {}, (R,) * len(program.outputs), any(spec.loss for spec in program.outputs), True)
     names = [name for name in program.sizes.symbols if name == "seq" or name.startswith("target")]
+    if not names and _has_rows_of_tokens(program):
+        names = ["batch"]
     if not planner.training and (not names or any(spec.cache for spec in program.outputs)):
         program.note(
             "context parallel",
@@ -62,8 +64,8 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     if not names:
         raise PlanError(
             "the sequence of this call is no size that may vary, so it cannot be cut over context-parallel ranks",
-            fix="give token ids [batch, sequence] of several tokens to a model that takes any number of them (no loop over "
-            "them), or set context_parallel_size to 1",
+            fix="give token ids [batch, sequence] (or [tokens]) of several tokens to a model that takes any number of them (no "
+            "loop over them), or set context_parallel_size to 1",
         )
     program.batch = replace(program.batch, context=planner.data.context, equal=True, axes=planner.data.mesh)
     _count_queries(program)
@@ -99,6 +101,22 @@ def cut_sequence(program: Program, planner: Planner) -> int:
         _say_what_draws(program)
     program.phase = Phase.CANONICAL
     return count
+
+
+def _has_rows_of_tokens(program: Program) -> bool:
+    """Whether the model is given token ids [t], of documents one after the other: it looks them up, and nothing that is as
+    long has more than two dims."""
+    inputs = {node: node.meta[VAL] for node, spec in program.input_nodes() if spec.kind == "user"}
+    long = {
+        node: value
+        for node, value in inputs.items()
+        if isinstance(value, torch.Tensor)
+        and value.dim()
+        and program.sizes.mentions(program.sizes.of(value.shape[0]), "batch")
+    }
+    tables = program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    ids = [behind(node.args[1], COPIES | CASTS) for node in tables]
+    return all(value.dim() <= 2 for value in long.values()) and any(x in long and long[x].dim() == 1 for x in ids)
 
 
 def _attentions(program: Program) -> list[fx.Node]:
@@ -149,14 +167,15 @@ def _count_queries(program: Program) -> None:
     """Write causal attention as the op that has an argument for the queries of a rank."""
     for node in program.graph.find_nodes(op="call_function", target=sdpa):
         q, k, v, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
-        if not argument(node, "is_causal") or mask is not None or q.meta[VAL].dim() != 4:
+        if not argument(node, "is_causal") or mask is not None or q.meta[VAL].dim() not in (3, 4):
             continue
-        scale = argument(node, "scale")
+        scale, alone = argument(node, "scale"), q.meta[VAL].dim() == 3  # [heads, t, d] of packed tokens
         scale = q.meta[VAL].shape[-1] ** -0.5 if scale is None else scale
         build = Builder(program, node, node, NAME)
         options: Any = (scale, True, 0, 0.0, 0, 0.0, 0, -1, [], TENSOR_AXIS)
+        q, k, v = (build(torch.ops.aten.unsqueeze.default, x, 0) if alone else x for x in (q, k, v))
         made = build(torch.ops.megafx.attention.default, q, k, v, None, None, None, None, None, *options)
-        node.replace_all_uses_with(made)
+        node.replace_all_uses_with(build(torch.ops.aten.squeeze.dim, made, 0) if alone else made)
         program.graph.erase_node(node)
 
 

@@ -195,6 +195,59 @@ def test_sinks_are_of_all_keys(learned):
     assert found and len(found.tried) >= 8, str(found)
 
 
+class Packed(nn.Module):
+    """Token ids [t] of documents one after the other, without a batch dim; attention of [1, heads, t, d] or [heads, t, d]."""
+
+    def __init__(self, kind: str, drop: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.drop = kind, drop
+        self.tokens, self.norm, self.qkv = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 24)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x, t = F.dropout(self.tokens(ids), self.drop), ids.shape[0]
+        q, k, v = (y.view(t, 4, 2).transpose(0, 1) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        if self.kind == "causal":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            document, i = (positions == 0).cumsum(0), torch.arange(t, device=ids.device)
+            mask = (document[:, None] == document[None]) & (i[None] <= i[:, None])
+            y = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, self.drop)[0]
+        x = x + y.transpose(0, 1).flatten(1)
+        return F.cross_entropy(x @ self.tokens.weight.t(), labels)
+
+
+def packed_call(length: int) -> dict[str, torch.Tensor]:
+    ids = a_call(length, 1)["ids"][0]
+    labels, positions = ids.roll(-1), torch.arange(length) % 4
+    labels[-1] = -100
+    return {"ids": ids, "labels": labels, "positions": positions}
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_ids_may_have_no_batch_dim(kind):
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    config = Config(passes=(("after cut_sequence", keep),))
+    turns = [({"cp": 2}, 9, 0.0), ({"cp": 4}, 3, 0.0), ({"cp": 2, "tp": 2}, 7, 0.0), ({"cp": 3}, 7, 0.3)]
+    for mesh, length, drop in turns if kind == "documents" else turns[:3]:
+        kept.clear()
+        model = Packed(kind, drop).double()
+        verdict = megafx.verify(model, config, example_inputs=packed_call(length), mesh=mesh, **CHECKED)
+        assert verdict, str(verdict)
+        (node,) = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
+        assert argument(node, "shard_dim") == 2 and argument(node, "mask") is None  # nothing of [t, t] is made
+        assert (argument(node, "segments") is None) == (kind == "causal")
+    exchanged = Config(cp_comm_type="a2a")
+    verdict = megafx.verify(
+        Packed(kind).double(), exchanged, example_inputs=packed_call(9), mesh={"cp": 2, "tp": 2}, **CHECKED
+    )
+    assert verdict, str(verdict)
+
+
 class Cross(nn.Module):
     """A decoder of targets that reads what an encoder makes of the ids."""
 
@@ -280,3 +333,15 @@ def test_what_cannot_be_cut_is_refused_and_the_advice_works():
     with pytest.raises(PlanError, match="no size that may vary"):
         megafx.verify(images, example_inputs=example, mesh={"cp": 2})
     assert megafx.verify(images, example_inputs=example, mesh={"tp": 2})
+    labelled = Labelled()  # ids [t] beside images are labels, and no tokens
+    with pytest.raises(PlanError, match="no size that may vary"):
+        megafx.verify(labelled, example_inputs=(*example, torch.tensor([0, 2])), mesh={"cp": 2})
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.out = nn.Embedding(3, 12), nn.Linear(12, 3)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.out(images.flatten(1) + self.classes(labels))
