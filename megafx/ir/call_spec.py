@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megafx.errors import UsageError
+from megafx.ir.block_masks import with_mask_arguments
 from megafx.ir.python_state import PythonState, names, same
 
 
@@ -77,7 +78,8 @@ def call_tree(
     """The pytree that is flattened. The order of keywords matters only in an OrderedDict (runtime/keys.py)."""
     kwargs, loss_inputs = kwargs or {}, loss_inputs or {}
     named = kwargs.copy() if isinstance(kwargs, OrderedDict) else {k: kwargs[k] for k in sorted(kwargs)}
-    return tuple(args), named, {k: loss_inputs[k] for k in sorted(loss_inputs)}
+    named.update((name, with_mask_arguments(value)) for name, value in named.items())
+    return tuple(map(with_mask_arguments, args)), named, {k: loss_inputs[k] for k in sorted(loss_inputs)}
 
 
 def register_dataclasses(values: Iterable[Any]) -> bool:

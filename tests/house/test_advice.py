@@ -15,6 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "<name> calls <_> of an element, which megafx does": "equivalence/test_flex_attention.py",
     "a BlockMask that was made from a table of blocks,": "equivalence/test_flex_attention.py",
+    "the BlockMask that forward is given has a mask_mod": "equivalence/test_block_mask_arguments.py",
     "forward reads '<name>' of a BlockMask, whose tabl": "equivalence/test_flex_attention.py",
     "forward asks whether a tensor was made in inferen": "loop/situations/state/loop_state_held.py",
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafx.capture.eager_parts import calling
 from megafx.errors import CaptureError
+from megafx.ir.block_masks import mask_argument
 from megafx.ir.source_lines import current_user_line
 
 MODULE = "torch.nn.attention.flex_attention"
@@ -193,7 +194,7 @@ def _mask_of(block_mask: Any, pairs: _Pairs, note: Callable[[str], None]) -> Ten
         return None
     if block_mask.mask_mod is flex._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
-    if not isinstance(block_mask, _described()):
+    if not isinstance(block_mask, (_described(), mask_argument())):
         note("of a BlockMask that is made outside of forward mask_mod is read, and not its table of blocks")
     wanted, found = (pairs.sizes[2], pairs.sizes[3]), tuple(block_mask.seq_lengths)
     if any(bool(a != b) for a, b in zip(wanted, found, strict=True)):
