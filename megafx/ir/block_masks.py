@@ -157,7 +157,9 @@ def _put_together(form: Any, leaves: list[Any]) -> Any:
 def mask_argument() -> type:
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-    class MaskArgument(BlockMask):
+    base: Any = BlockMask  # whose attributes are computed here
+
+    class MaskArgument(base):  # type: ignore[misc]  # a class that mypy does not look into
         """leaves: [0, queries], [0, keys], [rows, 0], and tensors. given: the BlockMask that they are of, once it is known."""
 
         def __init__(self, leaves: list[Any], form: _Form, given: Any = None) -> None:
@@ -195,10 +197,9 @@ def mask_argument() -> type:
                     fix="give the BlockMask to flex_attention as it is",
                 )
             if self.given is None:  # of other tensors than the user's: copies, or without gradients
-                device = self.leaves[0].device
-                self.given = create_block_mask(
-                    self.mask_mod, *self.shape, device=str(device), BLOCK_SIZE=self.BLOCK_SIZE
-                )
+                rows, heads, queries, keys = self.shape
+                where, block = str(self.leaves[0].device), self.BLOCK_SIZE
+                self.given = create_block_mask(self.mask_mod, rows, heads, queries, keys, where, block)
             return getattr(self.given, name)
 
     def keyed(mask: Any) -> Any:
