@@ -10,7 +10,7 @@
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
 activation_memory_budget of 0.5; `-fp8`, `-fp8-rowwise`: products of all layers in FP8, the head's not; `-head`: the head's
-too; several, as in
+too; `-store`: inputs of activations are kept in e4m3; several, as in
 `sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and
 loss_parallel, eager, with layers compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where
 that is installed. `hf-tp`: transformers' own plan (llama).
@@ -191,6 +191,7 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         fp8="hybrid" if "fp8" in flags else None,
         fp8_recipe="rowwise" if "rowwise" in flags else "tensorwise",
         fp8_head="head" in flags,
+        activation_func_fp8_input_store="store" in flags,
         first_last_layers_bf16=False,
         activation_memory_budget=next((int(f[1:]) / 100 for f in flags if re.fullmatch(r"b\d+", f)), None),
         micro_batch_size=batch,

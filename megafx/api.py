@@ -279,7 +279,7 @@ def verify(
     data = None if config is None else DataAxis.of_context(config) if mesh is None else DataAxis.of(config)
     if mesh is not None and on_ranks:
         raise UsageError("mesh is of simulated ranks", fix="leave out mesh, or on_ranks=True")
-    if data is not None and config is not None and config.fp8 is not None and not types:
+    if data is not None and config is not None and config.rounds and not types:
         raise UsageError(
             "with fp8, data- and context-parallel ranks scale by the rows that they have, and round otherwise than one rank",
             fix="verify tensor-parallel ranks with fp8 (mesh={'tp': 2}), and this mesh with Config(fp8=None)",

@@ -165,6 +165,11 @@ class Config:
     recompute_activation_func: bool = _option(
         True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"
     )
+    activation_func_fp8_input_store: bool = _option(
+        False,
+        "inputs of fused activations are kept for backward in e4m3, with one scale; their gradients, and outputs that "
+        "recompute_activation_func makes again, are of these (docs/fp8.md)",
+    )
     activation_memory_budget: float | int | str | None = _option(
         None,
         "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget; 'fit': what "
@@ -319,6 +324,11 @@ class Config:
             if value and self.recompute_granularity != granularity:
                 wanted = f"unset, as recompute_granularity is {self.recompute_granularity!r} and not {granularity!r}"
                 raise _error(name, value, wanted)
+
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded to FP8, which eager mode does nowhere."""
+        return self.fp8 is not None or self.activation_func_fp8_input_store
 
     @property
     def gradients_in_fp32(self) -> bool:

@@ -234,7 +234,7 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
         theirs = simulate.local_inputs(single.program, trial.values, single.plan.params, 1)[0]
         limit = trial.limit
         verdict.divergence = first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
-    elif call.config.fp8 is not None:
+    elif call.config.rounds:
         verdict.repeated.skipped["of any kind"] = "eager does not round to FP8"
     else:
         verdict.repeated = repeat(call, trial)
@@ -307,7 +307,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
     program = runtime.settled.last.program
     verdict = Verdict(t, "eager", _rounding(program) if tolerance is None else tolerance)
     verdict.backend = f"{torch.distributed.get_backend()} on {device.type}"
-    if any(spec.kind == "seed" for spec in program.inputs) or call.config.fp8 is not None:
+    if any(spec.kind == "seed" for spec in program.inputs) or call.config.rounds:
         verdict.reference = "megafx at t=1"
         alone = call.config.of_one_rank()
         wanted, needed = run(*parallel(Meshes(None), alone))
@@ -413,7 +413,7 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
     values |= tangents
     if data is not None:
         _check_parts(sharded.program, values, data)
-    random = any(spec.kind == "seed" for spec in sharded.program.inputs) or config.fp8 is not None
+    random = any(spec.kind == "seed" for spec in sharded.program.inputs) or config.rounds
     if random:
         wanted = run_ranks(single(), values)
     else:

@@ -24,7 +24,7 @@ from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
 from megafx.placements.types import Placement
 
 # Passes that round, as the user asked -> the relative difference that this explains. FP8 products are off by 3 to 6%.
-ROUNDS = {"scaled_products": 0.3}
+ROUNDS = {"scaled_products": 0.3, "store_activation_inputs": 0.3}
 
 # -- the check
 

@@ -25,6 +25,7 @@ from megafx.passes.backward.pack_attention_gradients import pack_attention_gradi
 from megafx.passes.backward.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.backward.recompute_activations import recompute_activations
 from megafx.passes.backward.scaled_products import scaled_products
+from megafx.passes.backward.store_activation_inputs import store_activation_inputs
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.communicate.add_pending import add_pending
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
@@ -142,6 +143,7 @@ BACKWARD: tuple[PassFunction, ...] = (
     pack_attention_gradients,
     accumulate_products,
     recompute_activations,
+    store_activation_inputs,
 )
 # Transitions become collectives that start and are waited for apart.
 COMMUNICATION: tuple[PassFunction, ...] = (

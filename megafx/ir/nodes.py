@@ -108,6 +108,19 @@ def behind(node: Any, ops: Collection[Any]) -> Any:
     return node
 
 
+def masks(node: fx.Node, operand: fx.Node) -> bool:
+    """True if the node puts a number in the place of some elements of the operand: of padding."""
+    return node.target is aten.where.self and node.args[1] is operand and node.args[2].meta["val"].ndim == 0  # type: ignore[union-attr]
+
+
+def behind_padding(node: fx.Node) -> fx.Node:
+    """The value before reshapes and masks."""
+    found: Any = node
+    while found.target in RESHAPES or (found.target is aten.where.self and masks(found, found.args[1])):
+        found = found.args[1] if found.target is aten.where.self else found.args[0]
+    return found
+
+
 # -- views and memory
 
 

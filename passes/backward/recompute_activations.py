@@ -6,7 +6,8 @@ After:   %y = glu(%gate, %up), %dy = mm(%g, %w)
          %d = glu_backward(%dy, %gate, %up, True), %dw = mm(t(%g), %d[2])
 Legal because: the kernel reads gate and up anyway, and computes the same bits; what read y in backward comes after it.
 
-Saves the largest activation of a layer (ffn width) for one more write in backward. Left as they are: outputs that the user
+Views of the output and what masks its padding are made again with it. It saves the largest activation of a layer (ffn width)
+for one more write in backward. Left as they are: outputs that the user
 gets, and those that something needs before their own gradient is known.
 """
 
@@ -17,7 +18,7 @@ import operator
 from torch import fx
 
 from megafx.ir.facts import declared, facts_of
-from megafx.ir.nodes import in_backward, op_name, shows_operand
+from megafx.ir.nodes import in_backward, masks, op_name, shows_operand
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.planner.context import Planner
 
@@ -74,10 +75,10 @@ def _gradient_of(output: fx.Node) -> fx.Node | None:
 
 
 def _views(output: fx.Node) -> list[fx.Node]:
-    """Views of the output that forward makes, each after what it shows."""
+    """Views of the output that forward makes, and those without its padding, each after what it shows."""
     found = [output]
     for node in found:
-        found += [u for u in node.users if shows_operand(u) and not in_backward(u)]
+        found += [u for u in node.users if (shows_operand(u) or masks(u, node)) and not in_backward(u)]
     return found
 
 

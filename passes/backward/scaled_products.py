@@ -36,26 +36,23 @@ from torch import fx
 from megafx.analysis.fp8 import places
 from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
-from megafx.ir.contracts import is_transition
 from megafx.ir.facts import declared
-from megafx.ir.nodes import RESHAPES, SHAPED, behind, in_backward, op_name, shows_operand, storage_of
+from megafx.ir.nodes import SHAPED, behind_padding, in_backward, op_name, shows_operand, storage_of
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of, tensors_of
-from megafx.ir.sizes import SizeEmitter
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
-from megafx.kernels.fp8.quantize import amax, quantize, transposed
+from megafx.kernels.fp8.quantize import quantize, transposed
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.kernels.loss import scaled_head
 from megafx.kernels.products_fp32 import mm_fp32
-from megafx.placements.types import M, P, Placement, R, S
+from megafx.passes.backward.maxima import TRANSITION, Maxima, flat_of
+from megafx.placements.types import P, Placement, R
 from megafx.planner.context import Planner
 from megafx.planner.cost import MATMUL, cost_kind
 from megafx.rewrite.driver import fold
-from megafx.rules.inference import infer
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "scaled_products"
 aten, mfx = torch.ops.aten, torch.ops.megafx
-TRANSITION = mfx.transition.default
 
 ALL, ROWS, COLUMNS = -1, 0, 1  # what a scale is of
 LINEARS = (aten.mm.default, aten.addmm.default)
@@ -125,11 +122,9 @@ class _Cast:
     format: str
 
 
-class _Scaler:
+class _Scaler(Maxima):
     def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.config, self.t = program, planner.config, planner.t
-        self.axis, self.stored = (planner.solved.axis, planner.solved.params) if planner.t > 1 else ("tp", {})
-        self.sizes = SizeEmitter(program.graph, program.sizes)
+        super().__init__(program, planner)
         self.again = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
         self.rowwise = self.config.fp8_recipe == "rowwise"
         self.gradients = "e5m2" if self.config.fp8 == "hybrid" else "e4m3"
@@ -138,7 +133,6 @@ class _Scaler:
             "plain": set(),
             "turned": set(),
         }  # values that are read so, by scaled products
-        self.largest: dict[Any, fx.Node] = {}
         self.casts: dict[Any, _Cast] = {}
         self.found: list[_Linear] = []
         self.found_heads: list[_Head] = []
@@ -146,9 +140,7 @@ class _Scaler:
         self.late: dict[
             fx.Node, list[fx.Node]
         ] = {}  # forward values that backward casts, and the products for which it does
-        self.seen: dict[fx.Node, Placement] = {}
         nodes = program.input_nodes()
-        self.params = {node: spec.name for node, spec in nodes if spec.kind == "param"}
         shapes = {s.name: tuple(map(str, n.meta[VAL].shape)) for n, s in nodes if s.kind == "param"}
         self.layers = Layers.of(shapes)
 
@@ -229,23 +221,6 @@ class _Scaler:
 
     # -- what ranks hold
 
-    def placement(self, node: fx.Node) -> Placement:
-        """Of a forward value: what it is marked with, else what its op makes of what its operands are."""
-        if self.t == 1:
-            return R
-        if node in self.params:
-            return self.stored[self.params[node]]
-        if PLACEMENT in node.meta:
-            found: Placement = node.meta[PLACEMENT]
-            return found
-        if is_transition(node):
-            return Placement.parse(str(node.args[2]), _flat(self.program, node.args[4]))
-        if node not in self.seen:
-            operands = {n: self.placement(n) for n in node.all_input_nodes if isinstance(n.meta[VAL], torch.Tensor)}
-            made = infer(node, operands, self.t, self.program.sizes) if node.op == "call_function" else R
-            self.seen[node] = made if isinstance(made, Placement) else R
-        return self.seen[node]
-
     def _shown(self, product: fx.Node) -> Placement:
         """The placement of a result, where I and R differ: its own, or that of a view of it."""
         marks = [n.meta[PLACEMENT] for n in (product, *product.users) if PLACEMENT in n.meta]
@@ -272,7 +247,7 @@ class _Scaler:
     def _is_there(self, x: fx.Node) -> bool:
         """True if backward recomputes the value (`recompute_activations`), or reads it in its own dtype too (attention's
         output): a cast that is kept would cost memory."""
-        if self.config.recompute_activation_func and str(behind(x, RESHAPES).target) in self.again:
+        if self.config.recompute_activation_func and str(behind_padding(x).target) in self.again:
             return True
         scaled = {n for linear in self.found if not linear.kept for n in linear.wgrads}
         views, readers = [storage_of(x)], set[fx.Node]()
@@ -294,7 +269,7 @@ class _Scaler:
         key = (value, kept, late, turned)
         if key not in self.casts:
             build = Builder(self.program, before, before, NAME)
-            found = self._largest(build, value, value, placement, kept)
+            found = self.largest(build, value, value, placement, kept)
             made = build(quantize, value, found, kept, "e4m3", False, not turned, turned)
             q, qt, scale = (build(operator.getitem, made, i) for i in range(3))
             self.casts[key] = _Cast(None if turned else q, qt if turned else None, scale, "e4m3")
@@ -326,7 +301,7 @@ class _Scaler:
         readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
         if not self._all_scaled(readers, scaled):
             return value, None
-        return _left(value), Placement.parse(str(value.args[1]), _flat(self.program, value.args[3]))
+        return _left(value), Placement.parse(str(value.args[1]), flat_of(self.program, value.args[3]))
 
     def _all_scaled(self, readers: set[fx.Node], scaled: set[fx.Node]) -> bool:
         kept = {n for linear in self.found if linear.kept for n in (linear.product, *linear.dgrads, *linear.wgrads)}
@@ -336,7 +311,7 @@ class _Scaler:
 
     def _cast(self, build: Builder, source: fx.Node, value: fx.Node, held: Placement, kept: int, format: str) -> _Cast:
         gathered = source is not value
-        found = self._largest(build, source, value, held, kept)
+        found = self.largest(build, source, value, held, kept)
         plain = gathered or (kept != COLUMNS and value in self.read["plain"])
         turned = not gathered and kept != ROWS and value in self.read["turned"]
         made = build(quantize, source, found, kept, format, False, plain, turned)
@@ -347,27 +322,6 @@ class _Scaler:
             if held.dim == kept:
                 scale = build(TRANSITION, scale, "S0", "R", *move)
         return _Cast(q if plain else None, qt if turned else None, scale, format)
-
-    def _largest(self, build: Builder, source: fx.Node, value: fx.Node, held: Placement, kept: int) -> fx.Node:
-        """The largest magnitudes of `source`, which ranks hold so: over all ranks, but for those that a rank's rows have."""
-        if (source, kept) in self.largest:
-            return self.largest[source, kept]
-        cut: tuple[Any, ...] = (-1, [], self.axis)
-        gathered = source is not value
-        # Pads of parameters are zeros, and so are those along a dim that is summed over.
-        if held.is_shard and held.dim != kept and source not in self.params and (gathered or held.dim == 0):
-            flat = value.args[3] if gathered else [self.sizes(n) for n in held.flat_layout]
-            cut = held.dim, flat, self.axis
-        found = build(amax, source, kept, *cut)
-        found.meta[PLACEMENT] = R
-        if held.is_shard and held.dim == kept:
-            found.meta[PLACEMENT] = S(0, held.cut)
-        elif held.is_shard:
-            found.meta[PLACEMENT] = M
-            found = build(TRANSITION, found, "M", "R", [], [], self.axis, self.t)
-            found.meta[PLACEMENT] = R
-        self.largest[source, kept] = found
-        return found
 
     def turned(self, cast: _Cast, before: fx.Node) -> fx.Node:
         """The transpose of a cast."""
@@ -506,8 +460,3 @@ def _marked(made: fx.Node, old: fx.Node) -> fx.Node:
 def _name(node: fx.Node) -> str:
     value = node.meta[VAL]
     return str((value[0] if isinstance(value, (tuple, list)) else value).dtype).removeprefix("torch.")
-
-
-def _flat(program: Program, flat: Any) -> list[int]:
-    """A layout argument (numbers and size nodes) in structural integers."""
-    return [program.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat]

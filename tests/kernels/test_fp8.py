@@ -45,6 +45,12 @@ def test_a_cast_is_within_half_a_step_and_uses_the_whole_range(dtype, kept, form
     assert float(numbers(q, format).abs().max()) == TOP[format]
 
 
+def test_what_is_restored_is_the_numbers_times_their_scale():
+    x = torch.randn(13, 22).double()
+    q, _, scale = cast(x)
+    assert torch.equal(ops.fp8_restored(q, scale, torch.float64), numbers(q, "e4m3") * scale)
+
+
 def test_powers_of_two_scale_without_rounding():
     x = torch.randn(6, 8)
     scale = cast(x, 0, power=True)[2]
@@ -163,6 +169,13 @@ def triton_checks():
                     assert torch.equal(found.cpu(), wanted), (dtype, shape)
         q = plain.quantize_reference(x, plain.amax_reference(x, -1, *WHOLE), -1, "e4m3", False, True, False)[0]
         assert torch.equal(kernels.transposed(q), q.t())
+    every = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(40).reshape(80, 128)
+    scale = torch.tensor(0.37, device=DEVICE)
+    for dtype, beside in ((torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10), (torch.float32, 0.0)):
+        found, wanted = kernels.restored(every, scale, dtype), plain.restored_reference(every, scale, dtype)
+        beside = 0.0 if DEVICE == "cuda" else beside  # the interpreter cuts bits off
+        torch.testing.assert_close(found, wanted, rtol=beside, atol=0.0, equal_nan=True)
+        assert int(found.isnan().sum()) == 80
     x = torch.randn(70, 130).to(DEVICE)
     x[3, 5] = float("nan")
     assert kernels.amax(x, -1, *WHOLE).isnan() and kernels.amax(x, 0, *WHOLE).isnan().sum() == 1

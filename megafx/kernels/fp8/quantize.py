@@ -2,6 +2,7 @@
 
     amax(x [m, k], kept)   largest |x|: of all (kept -1) -> [], of each row (0) -> [m], of each column (1) -> [k]
     scale                  s = amax / top, top = 448 (e4m3) or 57344 (e5m2); a power of two: the next one, from s on
+    restored(q, s)         q s in another dtype
     quantize(x, amax)      q = fp8(clamp(x * (1 / s), -top, top)); x is about q s
 
 x bf16, fp16, fp32 or fp64; amax and scales are fp32 (fp64 of fp64). q is uint8 in the graph, the bytes of float8_e4m3fn or
@@ -181,6 +182,24 @@ quantize_both = define_op(
     triton="fp8.quantize_triton:quantize_both",
     ends=True,
     fake=_both_fake,
+)
+
+# -- back
+
+
+def restored_reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = q.view(FORMATS["e4m3"]) if q.dtype == torch.uint8 else q  # a matrix of numbers is itself (`check_rules`)
+    return (numbers.to(wide(dtype)) * scale.to(wide(dtype))).to(dtype)
+
+
+restored = define_op(
+    "fp8_restored(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",  # q: e4m3; scale: []
+    rule="lin[0]: m k, ~ -> m k",
+    samples=[(real(4, 6), _LARGEST(()), torch.float64)],
+    reference=restored_reference,
+    triton="fp8.quantize_triton:restored",
+    ends=True,
+    fake=lambda q, scale, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 
 # -- transposed

@@ -1,4 +1,4 @@
-"""fp8_amax, fp8_quantize and fp8_transposed on CUDA; quantize.py has the formulas.
+"""fp8_amax, fp8_quantize, fp8_restored and fp8_transposed on CUDA; quantize.py has the formulas.
 
 Programs that share a largest magnitude leave partial maxima, which a second kernel joins (common/maxima_triton.py). A cast
 reads x once and writes its bytes, their transpose, or both.
@@ -16,7 +16,7 @@ from torch import Tensor
 from megafx.kernels.common.maxima_triton import JOINED, join, leave, magnitude
 from megafx.kernels.common.op import launch
 from megafx.kernels.common.tiles_triton import cdiv, multiprocessors
-from megafx.kernels.fp8.quantize import LEAST, TOP, amax_shape, real_parts
+from megafx.kernels.fp8.quantize import LEAST, TOP, amax_shape, real_parts, restored_reference
 
 ROWS, COLUMNS = 64, 128  # of a tile: 32 elements a thread at 8 warps
 
@@ -276,3 +276,28 @@ def _turned(q: Tensor) -> Tensor:
         grid = (cdiv(rows, COLUMNS), cdiv(columns, COLUMNS))
         launch(_turn, grid, q, q, qt, rows, columns, R=COLUMNS, C=COLUMNS, num_warps=8)
     return qt
+
+
+@triton.jit
+def _restore(
+    q,  # [n] uint8 IN
+    scale,  # [] fp32 IN
+    out,  # [n] OUT
+    n, C: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
+    byte = tl.load(q + at, mask=at < n, other=0)
+    value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    value = tl.where((byte & 0x7F) == 0x7F, float("nan"), value)  # which Triton's interpreter takes for a number
+    tl.store(out + at, value * tl.load(scale), mask=at < n)
+
+
+def restored(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    q = q.contiguous()
+    if dtype == torch.float64:
+        return restored_reference(q, scale, dtype)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    if q.numel():
+        n, each = q.numel(), 4096
+        launch(_restore, (cdiv(n, each),), q, q, scale, out, n, C=each, num_warps=8)
+    return out
