@@ -26,6 +26,7 @@ from megafx.compiler.stages import before, describe_plan, passes_of, since
 from megafx.config import Config
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import VAL, Input, Program
+from megafx.passes.experts.expert_chains import chains
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import DDP, DataAxis
 from megafx.planner.context import Planner, price_workload
@@ -365,15 +366,19 @@ class _Search:
         if wanted > 1:
             return [wanted] * (d % wanted == 0)
         inner = (options.tensor_model_parallel_size or 1) * options.context_parallel_size
-        most = min(d, self.hardware.gpus_per_host // inner, self._experts())
+        most = min(d, self.hardware.gpus_per_host // inner, self._experts(options))
         return [1, *(e for e in range(2, most + 1) if d % e == 0)]
 
-    def _experts(self) -> int:
-        """Experts of the largest mixture that is computed by grouped products."""
+    def _experts(self, config: Config) -> int:
+        """Experts of the largest mixture that is computed by grouped products, or is a list."""
         if self.most_experts is None:
             targets = (torch.ops.megafx.grouped_mm.default, torch.ops.aten._grouped_mm.default)
             found = [n for target in targets for n in self.captured.graph.find_nodes(op="call_function", target=target)]
             self.most_experts = max((n.args[1].meta[VAL].shape[0] for n in found), default=1)
+            if not found and any(
+                "index_add" in str(n.target) or "index_put" in str(n.target) for n in self.captured.graph.nodes
+            ):
+                self.most_experts = max(map(len, chains(self._without_experts(config).graph)), default=1)
         return self.most_experts
 
     def _ready(self, config: Config) -> tuple[Program, dict[str, int]]:

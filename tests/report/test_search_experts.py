@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from index_dispatch import HIDDEN
+from listed_mixtures import Model as Listed
 
 import megafx
 from megafx.analysis.communication import collective_nodes
@@ -55,6 +57,14 @@ def every(tried: Found) -> list[Candidate]:
 
 def sizes(tried: Found) -> set[tuple[int, int]]:
     return {(c.config.tensor_model_parallel_size or 1, c.config.expert_model_parallel_size) for c in every(tried)}
+
+
+def test_experts_of_a_list_are_tried() -> None:
+    model = Listed("one_hot_of_hugging_face", bias=False)
+    tried = megafx.search(
+        model, 2, "78GiB", CONFIG, example_inputs=(torch.randn(2, 5, HIDDEN),), batches=(2,), shown=100
+    )
+    assert (1, 2) in sizes(tried), str(tried)
 
 
 def test_ranks_that_share_out_experts_are_tried_and_win_where_experts_are_many_and_small() -> None:
