@@ -343,7 +343,7 @@ def test_a_variable_of_the_environment_that_forward_reads(project, monkeypatch):
 def test_another_config_or_version(project, monkeypatch):
     project.run()
     assert project.run(norm_fusion=False)[0] == "written"
-    for owner, name in ((torch, "__version__"), (cache_key, "version")):
+    for owner, name in ((torch, "__version__"), (cache_key, "version_of")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, "9.9" if owner is torch else lambda package: "9.9")
             assert project.run()[0] == "written"
