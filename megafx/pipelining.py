@@ -29,10 +29,12 @@ from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others, wait_at_exit
 from megafx.distributed.mesh import Meshes, join_the_job, make_meshes, world_mesh
 from megafx.distributed.parameters import parameter_slots
+from megafx.distributed.tensor import local_of
 from megafx.errors import AgreementError, MegafxError, UsageError
 from megafx.example_call import device_of, hardware_of, inputs_of, with_sizes
 from megafx.ir.call_spec import ambient_autocast, call_tree, leaf_name
 from megafx.ir.program import VAL, Program
+from megafx.meanwhile import in_modes, meanwhile
 from megafx.ops.axes import microbatch
 from megafx.placements.data_axis import BATCH_AXIS, PIPELINE_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner, in_training
@@ -234,14 +236,8 @@ class _Maker:
             if form.serves(tree, modes):
                 return form
         assert self.cut is not None
-        before = {m: m.training for m in self.model.modules()}
-        try:
-            for module, mode in before.items():
-                module.training = mode and training
+        with in_modes({m: m.training and training for m in self.model.modules()}):
             whole = self.whole(tree)
-        finally:
-            for module, mode in before.items():
-                module.training = mode
         with agreement.raising_together(self.everyone):
             graphs = cut_program(whole, self.cut, self.trained, len(self.forms))
             for k, spec in [(k, spec) for k, graph in enumerate(graphs) for spec in graph.program.inputs]:
@@ -506,8 +502,7 @@ class _Run:
                 p.grad = before[name]
                 continue
             grad = torch.zeros_like(p) if p.grad is None else p.grad
-            local = grad._local_tensor if isinstance(grad, DTensor) else grad
-            dist.all_reduce(local, group=group)
+            dist.all_reduce(local_of(grad), group=group)
             old = before[name]
             p.grad = grad if old is None else old.add_(grad)
 
@@ -579,20 +574,12 @@ class _Stage(PipelineStage):
         self.run = run
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta():
+        with meanwhile(self, device=torch.device("meta")):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta():
+        with meanwhile(self, device=torch.device("meta")):
             return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _on_meta(self) -> Iterator[None]:
-        own, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = own
 
     def _move(self, infos: Sequence[Any], device: torch.device) -> None:
         """Give what is received memory on this device, where it is on another one."""

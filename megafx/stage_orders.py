@@ -19,6 +19,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from megafx.errors import PlacementError
+from megafx.meanwhile import meanwhile
 from megafx.staging import made_schedule
 
 
@@ -182,11 +183,8 @@ def _recording(order: Order) -> Iterator[None]:
         order.append(batch)
         return [_Work(order, batch.number)]
 
-    before, schedules._batch_p2p = schedules._batch_p2p, started  # type: ignore[assignment]  # works of its own
-    try:
+    with meanwhile(schedules, _batch_p2p=started):
         yield
-    finally:
-        schedules._batch_p2p = before
 
 
 # -- proofs

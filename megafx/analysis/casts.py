@@ -8,7 +8,6 @@ from torch import fx
 
 from megafx.analysis.communication import is_start, is_wait
 from megafx.analysis.kept import is_join, is_replayable
-from megafx.analysis.prices import bytes_of
 from megafx.ir.nodes import in_backward, op_name
 from megafx.ir.program import Program
 
@@ -31,22 +30,13 @@ def casts_of_weights(program: Program) -> dict[fx.Node, tuple[str, ...]]:
             continue
         if is_join(node) or (operands and _is_made_anywhere(node)):
             made_of[node] = frozenset().union(*(made_of[n] for n in operands))
-    found = [n for n in made_of if n.target is operator.getitem and op_name(n.args[0]) in _CASTS and _is_read(n)]
+    found = [n for n in made_of if n.target is operator.getitem and op_name(n.args[0]) in _CASTS and n.users]
     return {n: tuple(sorted(made_of[n])) for n in sorted(found, key=lambda n: _what(n, made_of))}
-
-
-def casts_bytes(program: Program) -> int:
-    """Bytes that these take on one rank."""
-    return sum(bytes_of(program, n) for n in casts_of_weights(program))
 
 
 def _is_made_anywhere(node: fx.Node) -> bool:
     """True if the op gives the same on any call of the same operands, or is the largest over ranks."""
     return (is_start(node) and node.args[1] == "max") or is_wait(node) or is_replayable(node)
-
-
-def _is_read(result: fx.Node) -> bool:
-    return bool(result.users)
 
 
 def _what(result: fx.Node, made_of: dict[fx.Node, frozenset[str]]) -> tuple[str, ...]:

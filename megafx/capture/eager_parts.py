@@ -36,6 +36,7 @@ from megafx.capture.conversions import original
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.program import VAL
 from megafx.ir.source_lines import frames_of, is_user_file
+from megafx.meanwhile import meanwhile
 from megafx.ops.eager_call import EagerCall, Held, as_node, find_call, in_eager_code
 from megafx.ops.eager_probes import Probes, kept_leaf, noting_sets, probed
 from megafx.progress import also_among_frozen
@@ -108,11 +109,8 @@ class LeftFunction:
         def called(*args: Any, **kwargs: Any) -> Any:
             if self.busy or in_eager_code() or threading.get_ident() != thread:
                 return own(*args, **kwargs)
-            self.busy = True
-            try:
+            with meanwhile(self, busy=True):
                 return self._node(own, args, kwargs)
-            finally:
-                self.busy = False
 
         return calling(called, self.code)
 

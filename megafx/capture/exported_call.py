@@ -17,7 +17,7 @@ from megafx.capture.hooks import without_hooks
 from megafx.capture.libraries.caches import Ordered, Revived, kept
 from megafx.capture.libraries.expert_loops import ExpertLoops
 from megafx.errors import CaptureError
-from megafx.ir.call_spec import ambient_autocast, register_dataclasses
+from megafx.ir.call_spec import ambient_autocast, in_autocast, register_dataclasses
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ops.eager_call import Order
 
@@ -55,10 +55,7 @@ class ExportedCall(nn.Module):
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
     ) -> Any:
-        with contextlib.ExitStack() as stack:
-            for context in self.autocast:
-                stack.enter_context(torch.autocast(**context))
-            loops = stack.enter_context(ExpertLoops(self.note))
+        with in_autocast(self.autocast), ExpertLoops(self.note) as loops:
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches, self.order.last, self.order.count = Revived(), None, 0
             entering = pytree.tree_leaves((args, kwargs, loss_inputs, state))
@@ -71,9 +68,8 @@ class ExportedCall(nn.Module):
             self.trace.memos.given = {id(x): name in self.numbers for name, x in tensors.items()}
             if self.values is not None:
                 self.values.begin([*tensors.values()])
-            stack.enter_context(DataShapeEnv.recording())
             off = torch.no_grad() if self.under_no_grad else contextlib.nullcontext()
-            with self.trace.running(state), off:
+            with DataShapeEnv.recording(), self.trace.running(state), off:
                 output = self.call(self.model, *args, **kwargs)
                 for module, name, old in buffers:
                     new = module._buffers.get(name)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.functions import current_region, mark_region, region_of
 from megafx.capture.hooks import HOOK_TABLES
-from megafx.capture.quick_fakes import QuickFakeTensorMode
+from megafx.capture.quick_fakes import QuickFakeTensorMode, expressions
 from megafx.capture.reads import TABLES, Reads
 from megafx.ir.program import VAL
 from megafx.ir.python_state import ABSENT, PLAIN, Place, PythonState, parts_of, same, snapshot
@@ -247,16 +247,11 @@ def _context() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), *casts, [id(mode) for mode in modes]
 
 
-def _sizes(x: Tensor) -> list[Any]:
-    sizes = (*x.shape, *x.stride(), x.storage_offset())
-    return [n if isinstance(n, int) else n.node.expr for n in sizes]
-
-
 def _same_form(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         with torch._C.DisableTorchFunction():
             kinds = [(type(x), x.dtype, x.device, x.layout, x.requires_grad, x.is_conj(), x.is_neg()) for x in (a, b)]
-            return kinds[0] == kinds[1] and _sizes(a) == _sizes(b)
+            return kinds[0] == kinds[1] and expressions(a) == expressions(b)
     if isinstance(a, SymTypes) and isinstance(b, SymTypes):
         return bool(a.node.expr == b.node.expr)
     return not isinstance(a, Tensor) and same(a, b)

@@ -31,6 +31,7 @@ from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.holders import Remembered
 from megafx.ir.python_state import PLAIN, Place
 from megafx.ir.source_lines import is_user_file, line_of
+from megafx.meanwhile import meanwhile
 from megafx.ops.eager_call import in_eager_code
 
 MEMO = type(lru_cache(lambda: None))
@@ -110,11 +111,8 @@ class Memos:
                     if x is not None:
                         self.places.setdefault(id(x), Place(table, name, f"{fqn}.{name}".lstrip(".")))
         self.places |= state
-        self.on = True
-        try:
+        with meanwhile(self, on=True):
             yield
-        finally:
-            self.on = False
 
     def undo(self) -> None:
         """Give the places of `find` back what was there."""
@@ -172,12 +170,9 @@ class Memos:
 
     def _made_here(self, holder: Remembered) -> bool:
         """Call the function within the trace, where it is given plain values. False if it meets the trace all the same."""
-        self.on = self.reads.on = False
-        try:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                holder.hold()
-        finally:
-            self.on = self.reads.on = True
+        off = meanwhile(self, on=False), meanwhile(self.reads, on=False)
+        with off[0], off[1], _disable_current_modes(), torch._C.DisableTorchFunction():
+            holder.hold()
         if not any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(holder.value)):
             return True
         holder.release()

@@ -167,7 +167,7 @@ class QuickFakeTensorMode(FakeTensorMode):
             if argument.fake_mode is not self or argument.constant is not None or not _is_plain(argument):
                 raise _Unknown
             operands.append(argument)
-            return argument.dtype, argument.fake_device, _expressions(argument)
+            return argument.dtype, argument.fake_device, expressions(argument)
         if isinstance(argument, (list, tuple)):
             return tuple([self._form(each, operands) for each in argument])
         if isinstance(argument, SymTypes):
@@ -282,6 +282,6 @@ def _is_plain(x: FakeTensor) -> bool:
     return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x.is_nested or x.is_quantized)
 
 
-def _expressions(x: FakeTensor) -> tuple[Any, ...]:
+def expressions(x: torch.Tensor) -> tuple[Any, ...]:
     """Sizes, strides and offset, apart by their number: 2 n + 1."""
     return tuple([n if isinstance(n, int) else n.node.expr for n in (*x.shape, *x.stride(), x.storage_offset())])

@@ -34,6 +34,7 @@ from megafx.ir.facts import SampleTensor, declared
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
+from megafx.meanwhile import meanwhile
 from megafx.ops import axes
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.localize.rewrites import REWRITES
@@ -321,12 +322,9 @@ class Trial:
             rules={node: replace(self.rule, node=node, operands=tuple(operands))},
             weights=set(),
         )
-        fake_errors = logging.getLogger("torch._subclasses.fake_tensor")
-        fake_errors.disabled = True  # what does not run is no row, and is reported as that
-        try:
+        # what does not run is no row, and is reported as that
+        with meanwhile(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True):
             localize_shapes(program, planner)
-        finally:
-            fake_errors.disabled = False
         return [tuple(found) for found in simulate(program, ranks, gradients=True)]
 
     def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

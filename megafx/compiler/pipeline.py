@@ -12,6 +12,7 @@ from megafx.config import FIT
 from megafx.errors import PlanError
 from megafx.ir.holders import own_functional
 from megafx.ir.program import Phase, Program
+from megafx.meanwhile import meanwhile
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner
@@ -39,17 +40,14 @@ def compile_program(program: Program, planner: Planner, runner: Runner | None = 
 
 def plan_only(program: Program, planner: Planner, runner: Runner | None = None) -> Plan:
     """CAPTURED program -> its plan, with the report; the program is left PLACED."""
-    config, passes = planner.config, passes_of(planner, "planning")
+    passes = passes_of(planner, "planning")
     runner = runner_of(planner) if runner is None else runner
     numbers = _numbers(planner, runner)
     with alone(), own_functional():
         runner.run(program, before(flatten_tokens, passes), numbers)
-        try:
-            chosen = sequence_parallel(program, planner, since(flatten_tokens, passes))
-            planner.config = config.replace(sequence_parallel=chosen)
+        chosen = sequence_parallel(program, planner, since(flatten_tokens, passes))
+        with meanwhile(planner, config=planner.config.replace(sequence_parallel=chosen)):
             runner.run(program, since(flatten_tokens, passes), numbers)
-        finally:
-            planner.config = config
     return planner.solved
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megafx.distributed import muon
 from megafx.distributed.kept_parameters import take_up
-from megafx.distributed.tensor import TPTensor, wrap
+from megafx.distributed.tensor import TPTensor, local_of, wrap
 from megafx.distributed.tensor_layout import placement_of, spec_of
 from megafx.placements.tensors import shard_tensor
 
@@ -88,5 +88,6 @@ def _is_whole(x: Any, p: TPTensor) -> bool:
 
 def _cut(x: torch.Tensor, p: TPTensor) -> torch.Tensor:
     mesh = p._spec.mesh
-    local = x._local_tensor if isinstance(x, DTensor) else x
-    return wrap(shard_tensor(local, placement_of(p), mesh.get_local_rank(), mesh.size()), spec_of(p._spec, x.dtype))
+    return wrap(
+        shard_tensor(local_of(x), placement_of(p), mesh.get_local_rank(), mesh.size()), spec_of(p._spec, x.dtype)
+    )

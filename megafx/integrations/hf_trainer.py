@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from megafx.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from megafx.distributed.parameters import RUNTIME
 from megafx.errors import CheckpointError, UsageError
+from megafx.meanwhile import meanwhile
 
 FOLDER = "megafx"  # in each checkpoint-<step>
 
@@ -92,13 +93,9 @@ def gather_once(accelerator: Any, t: int) -> None:
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             return everything(input_data, use_gather_object=True)
-        accelerator.gather = (
-            gather  # `gather_for_metrics` calls it; others, such as the sum of token counts, are left alone
-        )
-        try:
+        # `gather_for_metrics` calls `gather`; others, such as the sum of token counts, are left alone
+        with meanwhile(accelerator, gather=gather):
             return everything(input_data)
-        finally:
-            accelerator.gather = everyone
 
     accelerator.gather_for_metrics = gather_for_metrics
 

@@ -324,6 +324,17 @@ def ambient_autocast() -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def in_autocast(contexts: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within these contexts, as `ambient_autocast` gives them, whatever the caller is in."""
+    with contextlib.ExitStack() as stack:
+        if ambient_autocast() != [*contexts]:
+            stack.enter_context(no_autocast())
+            for context in contexts:
+                stack.enter_context(torch.autocast(**context))
+        yield
+
+
+@contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     """Autocast off, whatever the caller is in."""
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ import contextlib
 import operator
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import Min, Mod, PythonMod
 
 from megafx.ir.groups import Groups
 from megafx.ir.source_lines import is_user_file
+from megafx.meanwhile import meanwhile
 
 FIRST_HINT = 127
 _ATTEMPTS, _GREATEST_HINT = 200, 130  # of a search for hints
@@ -187,14 +188,9 @@ class DataShapeEnv(ShapeEnv):
         return answer if answer in (sympy.true, sympy.false) else None
 
     @classmethod
-    @contextlib.contextmanager
-    def recording(cls) -> Iterator[None]:
+    def recording(cls) -> contextlib.AbstractContextManager[None]:
         """While the model's forward runs: what its code asks is kept in `decided`."""
-        cls.model_runs = True
-        try:
-            yield
-        finally:
-            cls.model_runs = False
+        return meanwhile(cls, model_runs=True)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.traced and not self.traced.keys().isdisjoint(getattr(orig_expr, "free_symbols", ())):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megafx.ir.call_spec import ambient_autocast, no_autocast
+from megafx.ir.call_spec import in_autocast
 from megafx.ir.python_state import ABSENT, Place, items_of, put_items
 from megafx.ir.source_lines import is_installed
 
@@ -297,12 +297,7 @@ class Remembered:
     def _found(self) -> Any:
         leaves = [x.get() if isinstance(x, Place) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            if ambient_autocast() != self.autocast:
-                stack.enter_context(no_autocast())
-                for context in self.autocast:
-                    stack.enter_context(torch.autocast(**context))
+        with torch.set_grad_enabled(self.grad), in_autocast(self.autocast):
             return self.memo(*args, **kwargs)
 
 

@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafx.errors import ConfigError, UsageError
+from megafx.ir.call_spec import in_autocast
 from megafx.ir.data_sizes import size_named
+from megafx.meanwhile import meanwhile
 from megafx.ops import tapes
 
 _library = torch.library.Library("megafx", "FRAGMENT")
@@ -120,15 +122,8 @@ class EagerCall:
         if self.function is not None:
             return self._run_function(leaves, args, kwargs)
         state = dict(zip(self.names, values, strict=True)) | (buffers or {})
-        with contextlib.ExitStack() as stack:
-            for context in self.autocast:
-                stack.enter_context(torch.autocast(**context))
-            outer, _here.inside = in_eager_code(), True
-            try:
-                output = torch.func.functional_call(module, state, args, kwargs)
-            finally:
-                _here.inside = outer
-        return output
+        with in_autocast(self.autocast), meanwhile(_here, inside=True):
+            return torch.func.functional_call(module, state, args, kwargs)
 
     def run_writing(self, tensors: Sequence[Tensor]) -> Any:
         """As `run`, of a module in a call of the user's: buffers that it changes or replaces stay changed."""
@@ -159,12 +154,9 @@ class EagerCall:
 
     def _run_function(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.function is not None
-        outer, _here.inside = in_eager_code(), True
         versions = [x._version for x in leaves if isinstance(x, Tensor)]
-        try:
+        with meanwhile(_here, inside=True):
             output = self.function(*args, **kwargs)
-        finally:
-            _here.inside = outer
         after, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self.spec and all(a is b for a, b in zip(after, leaves, strict=True))
         if not same or versions != [x._version for x in leaves if isinstance(x, Tensor)]:
@@ -209,12 +201,16 @@ def size_leaf(value: torch.SymInt, tensors: Sequence[Tensor]) -> Size | None:
     return None
 
 
-_here = threading.local()
+class _Here(threading.local):
+    inside = False
+
+
+_here = _Here()
 
 
 def in_eager_code() -> bool:
     """Whether this thread runs code of a module that is left eager: its submodules run their own."""
-    return getattr(_here, "inside", False)
+    return _here.inside
 
 
 _calls: dict[str, EagerCall] = {}

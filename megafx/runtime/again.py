@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,8 +10,9 @@ from torch import nn
 
 from megafx.capture.libraries.huggingface import caches_left_out
 from megafx.errors import UsageError
-from megafx.ir.call_spec import CallSpec
+from megafx.ir.call_spec import CallSpec, in_autocast
 from megafx.ir.program import Input, Program
+from megafx.meanwhile import in_modes
 from megafx.runtime.keys import Call, user_name
 from megafx.units import bytes_text
 
@@ -101,17 +101,8 @@ def in_eager_mode(
         size = sum(p.numel() * p.element_size() for p in {id(p): p for p in runtime.parameters.all()}.values())
         text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
     runtime.note("gradients", text)
-    modes = {m: m.training for m in training}
-    try:
-        for module, mode in training.items():
-            module.training = mode
-        with runtime.turns.capture(), contextlib.ExitStack() as stack:
-            for context in autocast:
-                stack.enter_context(torch.autocast(**context))
-            given = zip(call.names(), call.leaves, strict=True)
-            asked = any(user_name(name) == "use_cache" and x is not None for name, x in given)
-            stack.enter_context(caches_left_out(runtime.model, runtime.configs, asked))
-            return runtime.as_written(call)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    given = zip(call.names(), call.leaves, strict=True)
+    asked = any(user_name(name) == "use_cache" and x is not None for name, x in given)
+    left_out = caches_left_out(runtime.model, runtime.configs, asked)
+    with in_modes(training), runtime.turns.capture(), in_autocast(autocast), left_out:
+        return runtime.as_written(call)

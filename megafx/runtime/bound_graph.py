@@ -134,7 +134,6 @@ class BoundGraph:
         written = compiled.spec.written  # arguments that forward writes into; what is read after the call is a copy
         self.written = {i for i, x in enumerate(self.inputs) if x.kind == "user" and x.name in written}
         names = {name for _, name in self.mutations}
-        self.changed_parameters = [name for _, name in self.mutations if name in state.slots]
         changed = self.written | {i for i, x in enumerate(self.inputs) if x.kind in _STORED and x.name in names}
         read = {i for i, _ in compiled.executable.read_in_backward} if changed else set()
         self.copied = {i for i in changed if i in read or compiled.beside or any(o.lazy for o in self.outputs)}

@@ -92,14 +92,10 @@ def _local(x: Any) -> Any:
     return x.local if isinstance(x, CacheShard) else x
 
 
-def _dim_of(position: int, default: int = 0) -> Callable[[CacheShard, Any], bool]:
-    """Whether argument `position` names a dim other than the sharded one."""
-
-    def check(x: CacheShard, args: Any) -> bool:
-        dim = args[position] if len(args) > position else default
-        return bool(dim % x.dim() != x.placement.dim)
-
-    return check
+def _other_dim(x: CacheShard, args: Any) -> bool:
+    """Whether the second argument names a dim other than the sharded one."""
+    dim = args[1] if len(args) > 1 else 0
+    return bool(dim % x.dim() != x.placement.dim)
 
 
 def _indexed(x: CacheShard, args: Any) -> bool:
@@ -115,7 +111,7 @@ def _always(x: CacheShard, args: Any) -> bool:
 
 def _all_shards(x: CacheShard, args: Any) -> bool:
     """Joins shards and empty [0] tensors (which caches start from) along a dim that is not sharded."""
-    return all(isinstance(a, CacheShard) or a.shape == (0,) for a in args[0]) and _dim_of(1)(x, args)
+    return all(isinstance(a, CacheShard) or a.shape == (0,) for a in args[0]) and _other_dim(x, args)
 
 
 def _rows(x: CacheShard, args: Any) -> bool:
@@ -123,7 +119,7 @@ def _rows(x: CacheShard, args: Any) -> bool:
 
 
 def _one_dim(x: CacheShard, args: Any) -> bool:
-    return len(args) > 1 and isinstance(args[1], int) and _dim_of(1)(x, args)
+    return len(args) > 1 and isinstance(args[1], int) and _other_dim(x, args)
 
 
 def _stacked_at(x: CacheShard, args: Any) -> int:
@@ -148,10 +144,10 @@ _MOVED: dict[Any, Callable[[CacheShard, Any], int]] = {
     aten.unsqueeze: _stacked_at,
 }
 _LOCAL: dict[Any, Callable[[CacheShard, Any], bool]] = {
-    aten.select: _dim_of(1),
+    aten.select: _other_dim,
     aten.unsqueeze: _always,
-    aten.index_select: _dim_of(1),
-    aten.slice: _dim_of(1),
+    aten.index_select: _other_dim,
+    aten.slice: _other_dim,
     aten.index: _indexed,
     aten.cat: _all_shards,
     aten.stack: _rows,

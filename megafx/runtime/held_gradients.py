@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from megafx.compiler.compiled import Pending
 from megafx.distributed.tensor import TPTensor, local_of
 from megafx.distributed.tensor_layout import spec_of
 from megafx.errors import UsageError
+from megafx.meanwhile import meanwhile
 
 aten = torch.ops.aten
 _LEAVE_ALONE = (aten.detach.default, aten.detach_.default)
@@ -108,14 +109,9 @@ class HeldGradients:
     sums: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
+    def holding(self) -> contextlib.AbstractContextManager[None]:
         """Gradients are held within."""
-        before, self.now = self.now, True
-        try:
-            yield
-        finally:
-            self.now = before
+        return meanwhile(self, now=True)
 
     def add(self, name: str, parameter: nn.Parameter, gradient: Tensor, summed: bool) -> None:
         """summed: `gradient` includes what was held, and need not be copied."""

@@ -44,6 +44,7 @@ from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.holders import as_of_the_call
 from megafx.ir.program import Input, Note, Program
 from megafx.ir.python_state import Place
+from megafx.meanwhile import in_modes
 from megafx.ops.axes import AxisContext
 from megafx.ops.eager_call import in_eager_code, matching
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -582,35 +583,29 @@ class Runtime:
         model, names = self.model, call.names()
         if training and not torch.is_grad_enabled():  # a plan: a leaf that the call may write into would be an error
             call = call.without_gradients()
-        modes = {m: m.training for m in model.modules()}
+        modes = {m: training or m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]
         whole = {
             name: torch.empty(p.shape, dtype=p.dtype, device="meta")
             for name, p in model.named_parameters(remove_duplicate=False)
         }
-        try:
-            for module in modes:
-                module.training = training or module.training
-            with torch.set_grad_enabled(training or grad):
-                return self.uncaptured.capture(
-                    call.args,
-                    call.kwargs,
-                    loss_fn=self.loss_fn if call.loss_inputs else None,
-                    loss_inputs=call.loss_inputs or None,
-                    device=next((x.device for x in tensors if x.device.type != "meta"), None),
-                    forward=root_call(self.model, self.original),
-                    stand_ins=whole,
-                    varying=frozenset(names[i] for i in varying),
-                    part=call.part,
-                    data_ranks=self._data_ranks(),
-                    fixed=fixed,
-                    state=state,
-                    dynamic=dynamic,
-                    under_no_grad=call.under_no_grad and not training,
-                )
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with in_modes(modes), torch.set_grad_enabled(training or grad):
+            return self.uncaptured.capture(
+                call.args,
+                call.kwargs,
+                loss_fn=self.loss_fn if call.loss_inputs else None,
+                loss_inputs=call.loss_inputs or None,
+                device=next((x.device for x in tensors if x.device.type != "meta"), None),
+                forward=root_call(self.model, self.original),
+                stand_ins=whole,
+                varying=frozenset(names[i] for i in varying),
+                part=call.part,
+                data_ranks=self._data_ranks(),
+                fixed=fixed,
+                state=state,
+                dynamic=dynamic,
+                under_no_grad=call.under_no_grad and not training,
+            )
 
     def _data_ranks(self) -> int:
         """Over how many ranks one batch is cut: not where each rank has a loss of its own rows."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from megafx.errors import UsageError
+from megafx.meanwhile import meanwhile
 
 
 class Turns:
@@ -24,12 +25,8 @@ class Turns:
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Within, it is."""
-        with self._lock:
-            before, self._thread = self._thread, threading.get_ident()
-            try:
-                yield
-            finally:
-                self._thread = before
+        with self._lock, meanwhile(self, _thread=threading.get_ident()):
+            yield
 
     @contextlib.contextmanager
     def call(self, several_ranks: bool) -> Iterator[None]:

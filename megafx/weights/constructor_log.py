@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megafx.errors import UsageError
 from megafx.ir.source_lines import current_user_line
+from megafx.meanwhile import meanwhile
 
 aten = torch.ops.aten
 Storage = int  # numbers the storages of recorded tensors
@@ -120,11 +121,8 @@ def _swapping_fakes() -> Iterator[None]:
         else:
             swap(old, new)
 
-    torch.utils.swap_tensors = take_over
-    try:
+    with meanwhile(torch.utils, swap_tensors=take_over):
         yield
-    finally:
-        torch.utils.swap_tensors = swap
 
 
 _DRAWS = ("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")

@@ -48,6 +48,7 @@ from megafx.ir.program import (
     recompute_val,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
+from megafx.meanwhile import meanwhile
 from megafx.passes.backward.functional import functional
 from megafx.passes.backward.node_gradients import NodeGradients
 from megafx.placements.moves import same_sizes
@@ -156,30 +157,25 @@ def _tracing(program: Program) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values, and there are none
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_values_alone())
+        # Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it.
+        in_pairs = _in_pairs(proxy_tensor._build_proxy_for_sym_expr)
+        own = {"_extract_tensor_metadata": lambda value: None, "_build_proxy_for_sym_expr": in_pairs}
+        stack.enter_context(meanwhile(proxy_tensor, **own))
         stack.enter_context(program.fake_mode)
         stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
         yield
 
 
-@contextlib.contextmanager
-def _values_alone() -> Iterator[None]:
-    """Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it. And
-    products of three sizes have nodes: torch gives all factors to a function of two."""
-    owner: Any = proxy_tensor
-    before = owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr
+def _in_pairs(make: Any) -> Any:
+    """Products of three sizes have nodes: torch gives all factors to a function of two."""
 
-    def in_pairs(tracer: Any, expr: sympy.Expr, out: Any = None) -> Any:
+    def made(tracer: Any, expr: sympy.Expr, out: Any = None) -> Any:
         if expr.is_Mul and len(expr.args) > 2 and tracer.sympy_expr_tracker.get(expr) is None:
             first, *others = expr.args
             expr = sympy.Mul(first, sympy.Mul(*others), evaluate=False)
-        return before[1](tracer, expr, out)
+        return make(tracer, expr, out)
 
-    owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr = (lambda value: None), in_pairs
-    try:
-        yield
-    finally:
-        owner._extract_tensor_metadata, owner._build_proxy_for_sym_expr = before
+    return made
 
 
 def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.contracts import is_transition
+from megafx.ir.contracts import is_transition, layout_of
 from megafx.ir.program import PLACEMENT, VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.fp8.quantize import amax
@@ -39,7 +39,7 @@ class Maxima:
             found: Placement = node.meta[PLACEMENT]
             return found
         if is_transition(node):
-            return Placement.parse(str(node.args[2]), flat_of(self.program, node.args[4]))
+            return Placement.parse(str(node.args[2]), layout_of(self.program, node.args[4]))
         if node not in self.seen:
             operands = {n: self.placement(n) for n in node.all_input_nodes if isinstance(n.meta[VAL], torch.Tensor)}
             made = infer(node, operands, self.t, self.program.sizes) if node.op == "call_function" else R
@@ -71,8 +71,3 @@ class Maxima:
             found.meta[PLACEMENT] = R
         self.maxima[source, kept] = found
         return found
-
-
-def flat_of(program: Program, flat: Any) -> list[int]:
-    """A layout argument (numbers and size nodes) in structural integers."""
-    return [program.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat]

@@ -36,6 +36,7 @@ from torch import fx
 from megafx.analysis.fp8 import places
 from megafx.analysis.layers import Layers
 from megafx.errors import PlacementError
+from megafx.ir.contracts import layout_of
 from megafx.ir.facts import declared
 from megafx.ir.nodes import SHAPED, behind_padding, in_backward, op_name, shows_operand, storage_of
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, fqn_of, tensors_of
@@ -44,7 +45,7 @@ from megafx.kernels.fp8.quantize import quantize, transposed
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.kernels.loss import scaled_head
 from megafx.kernels.products_fp32 import mm_fp32
-from megafx.passes.backward.maxima import TRANSITION, Maxima, flat_of
+from megafx.passes.backward.maxima import TRANSITION, Maxima
 from megafx.placements.types import P, Placement, R
 from megafx.planner.context import Planner
 from megafx.planner.cost import MATMUL, cost_kind
@@ -301,7 +302,7 @@ class _Scaler(Maxima):
         readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
         if not self._all_scaled(readers, scaled):
             return value, None
-        return _left(value), Placement.parse(str(value.args[1]), flat_of(self.program, value.args[3]))
+        return _left(value), Placement.parse(str(value.args[1]), layout_of(self.program, value.args[3]))
 
     def _all_scaled(self, readers: set[fx.Node], scaled: set[fx.Node]) -> bool:
         kept = {n for linear in self.found if linear.kept for n in (linear.product, *linear.dgrads, *linear.wgrads)}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first. A module of a package imports from packages of lower lines, and from its own package.
 LAYERS = [
     "errors",
-    "units versions",
+    "units versions meanwhile",
     "config debugging",
     "progress",
     "placements",

@@ -15,7 +15,8 @@ from weight_writes import unnoticed
 
 import megafx
 from megafx import Config
-from megafx.analysis.casts import casts_bytes
+from megafx.analysis.casts import casts_of_weights
+from megafx.analysis.prices import bytes_of
 from megafx.compiler.kept_values import KeptValues
 
 
@@ -52,8 +53,9 @@ def test_micro_batches_share_casts_to_the_bit(options: dict[str, Any], monkeypat
     calls = [str(n.target) for n in kept.cast_weights.graph.nodes if n.op == "call_function"]
     assert sum("quantize" in c for c in calls) == 4, calls  # each weight is read once for both
     matrices = [p for n, p in plain.layers.named_parameters() if n.endswith("weight") and p.dim() == 2]
-    assert casts_bytes(program) > 2 * sum(p.numel() for p in matrices)
-    assert model.megafx.settled.last.memory().casts >= casts_bytes(program)
+    casts_bytes = sum(bytes_of(program, n) for n in casts_of_weights(program))
+    assert casts_bytes > 2 * sum(p.numel() for p in matrices)
+    assert model.megafx.settled.last.memory().casts >= casts_bytes
     said = [n.message for n in model.megafx.notes if "serve several calls" in n.message]
     assert len(said) == 1 and "their casts are kept until they change" in said[0] and "of casts" in said[0]
 

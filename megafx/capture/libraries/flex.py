@@ -30,6 +30,7 @@ from megafx.capture.eager_parts import calling
 from megafx.errors import CaptureError
 from megafx.ir.block_masks import mask_argument
 from megafx.ir.source_lines import current_user_line
+from megafx.meanwhile import meanwhile
 
 MODULE = "torch.nn.attention.flex_attention"
 
@@ -351,12 +352,8 @@ def flex_on_cpu() -> Iterator[None]:
         needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         return (_plain if needs and query.device.type == "cpu" else own)(query, key, value, *args, **kwargs)
 
-    function.__code__ = calling(called, before)
-    try:
-        with as_written():
-            yield
-    finally:
-        function.__code__ = before
+    with meanwhile(function, __code__=calling(called, before)), as_written():
+        yield
 
 
 @contextlib.contextmanager
