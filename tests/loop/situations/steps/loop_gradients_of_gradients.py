@@ -48,6 +48,17 @@ def a_jvp_by_two_backwards(loop: Loop) -> None:
     loop.see(value=value, tangent=tangent)
 
 
+@situation(PENALTY)
+def a_penalty_taken_under_autocast_of_a_call_outside_it(loop: Loop) -> None:
+    model, x = loop.model(critic()), torch.randn(5, 8, requires_grad=True)
+    score = model(x).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(score, x, create_graph=True)
+    (score + found.square().sum()).backward()
+    loop.see(found=found)
+    loop.see_gradients(model)
+
+
 @situation("https://github.com/pytorch/pytorch/issues/91469")
 def forces_are_the_gradient_of_an_energy(loop: Loop) -> None:
     model, x = loop.model(critic()), torch.randn(5, 8, requires_grad=True)
