@@ -16,9 +16,10 @@ from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
+from megafx.distributed.parameters import device_of
 from megafx.equivalence import Sabotage, Verdict, config_of, sabotage_call, types_of_call, verify_call, verify_on_ranks
 from megafx.errors import ConfigError, UsageError
-from megafx.example_call import ExampleCall, device_of, hardware_of, inputs_of, with_sizes
+from megafx.example_call import ExampleCall, hardware_of, inputs_of, with_sizes
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner

@@ -16,6 +16,7 @@ from megafx.capture.export import sizes_of_call
 from megafx.capture.libraries.huggingface import synthesize_inputs
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
+from megafx.distributed.parameters import device_of
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.model_copies import deep_copy
 from megafx.ir.program import Input, Program
@@ -145,10 +146,6 @@ def hardware_of(config: Config, device: torch.device | None) -> Hardware:
     name = torch.cuda.get_device_name(device).lower()
     known = {"h200": "h200-nvlink", "h100": "h100-nvlink", "a100": "a100-nvlink"}
     return Hardware.load(next((profile for key, profile in known.items() if key in name), "pcie"))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -27,11 +27,11 @@ from megafx.compiler.cut_stages import FORM, Cut, StageGraph, Whole, bound_shape
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others, wait_at_exit
-from megafx.distributed.mesh import Meshes, join_the_job, make_meshes, world_mesh
-from megafx.distributed.parameters import parameter_slots
+from megafx.distributed.mesh import Meshes, dims_of, join_the_job, make_meshes, world_mesh
+from megafx.distributed.parameters import device_of, parameter_slots
 from megafx.distributed.tensor import local_of
 from megafx.errors import AgreementError, MegafxError, UsageError
-from megafx.example_call import device_of, hardware_of, inputs_of, with_sizes
+from megafx.example_call import hardware_of, inputs_of, with_sizes
 from megafx.ir.call_spec import ambient_autocast, call_tree, leaf_name
 from megafx.ir.program import VAL, Program
 from megafx.meanwhile import in_modes, meanwhile
@@ -96,11 +96,7 @@ def _mesh(mesh: DeviceMesh | None, config: Config, device: torch.device) -> tupl
                 fix="start torch.distributed (torchrun, dist.init_process_group) with stages x data_parallel_size x "
                 "tensor_model_parallel_size ranks",
             )
-        kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
-        shard = config.data_parallel_shard_size or d
-        data = ((BATCH_AXIS, d),) if shard == d else ((REPLICA_AXIS, d // shard), (SHARD_AXIS, shard))
-        names, sizes = zip((PIPELINE_AXIS, world // (t * d)), *data, (TENSOR_AXIS, t), strict=True)
-        mesh = world_mesh(kind, sizes, names)
+        mesh = world_mesh(device, {PIPELINE_AXIS: world // (t * d)} | dims_of(config, t))
     names = mesh.mesh_dim_names or ()
     if PIPELINE_AXIS not in names or mesh[PIPELINE_AXIS].size() < 2:
         what = f"mesh {mesh} has no dim '{PIPELINE_AXIS}' of at least two ranks"

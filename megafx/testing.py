@@ -255,25 +255,25 @@ def _close(what: str, found: Any, wanted: Any, tolerance: float) -> None:
         raise AssertionError(f"{what} differs by {error:.1e}, more than {tolerance:.0e}")
 
 
-def run_logically(program: Program, t: int, *, sizes: int = 9, seed: int = 0) -> Logical:
+def run_logically(program: Program, t: int, *, sizes: int = 9) -> Logical:
     """Results and gradients of a program in fp64 on random inputs, the same for every form of the same graph."""
     program = _in_fp64(program.copy())
     if program.phase < Phase.LOCAL:
         t = 1
     given = [(node, spec.name) for node, spec in program.input_nodes() if spec.kind != "tangent"]
     placements = {name: node.meta.get(PLACEMENT, I) for node, name in given}
-    values, now = _random_inputs(program, placements, sizes, seed)
+    values, now = _random_inputs(program, placements, sizes)
     for name, p in placements.items():
         placements[name] = Placement.parse(p.tag, [_number_of(program, n, now) for n in p.flat_layout])
     if program.phase < Phase.LOCAL:
-        return _run_with_autograd(program, values, seed)
+        return _run_with_autograd(program, values)
     if program.phase == Phase.LOCAL:
         program = with_backward(program)
     results = {o.name: n for o, n in zip(program.outputs, program.results(), strict=True) if o.kind != "gradient"}
     for i, spec in enumerate(s for s in program.inputs if s.kind == "tangent"):
         node: Any = results[spec.name]
         shape = _whole_shape(program, node, node.meta.get(PLACEMENT, I), now)
-        values[spec.name] = _random_tangent(shape, seed + 1 + i)
+        values[spec.name] = _random_tangent(shape, 1 + i)
     return run_logical(program, values, placements, t)
 
 
@@ -296,13 +296,13 @@ def _in_fp64(program: Program) -> Program:
 
 
 def _random_inputs(
-    program: Program, placements: dict[str, Placement], sizes: int, seed: int
+    program: Program, placements: dict[str, Placement], sizes: int
 ) -> tuple[dict[str, Tensor], dict[Any, int]]:
     """(logical value by input name, value of each size symbol)."""
     now: dict[Any, int] = {}
     for symbol in program.sizes.symbols.values():
         now[symbol] = sizes + len(now)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values: dict[str, Tensor] = {}
     for node, spec in program.input_nodes():
         if spec.kind == "tangent":
@@ -338,12 +338,12 @@ def _differentiable(program: Program) -> tuple[list[int], list[int]]:
     return inputs, outputs
 
 
-def _run_with_autograd(program: Program, values: dict[str, Tensor], seed: int) -> Logical:
+def _run_with_autograd(program: Program, values: dict[str, Tensor]) -> Logical:
     """A graph on global shapes, where transitions are identities, by eager autograd."""
     leaves = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in values.items()}
     inputs, outputs = _differentiable(program)
     results = fx.Interpreter(program.gm).run(*leaves.values())
-    tangents = [_random_tangent(results[o].shape, seed + 1 + i) for i, o in enumerate(outputs)]
+    tangents = [_random_tangent(results[o].shape, 1 + i) for i, o in enumerate(outputs)]
     names = [program.inputs[i].name for i in inputs]
     live = [(results[o], g) for o, g in zip(outputs, tangents, strict=True) if results[o].requires_grad]
     wanted = [leaves[n] for n in names]

@@ -171,8 +171,7 @@ class _Builder:
             return CostedOp(node.name, region, module, move.dst[0], label, f"{move.src} -> {move.dst}", value=value, move=move,
                          source=source)  # fmt: skip
         rule, choice = self.planner.rules[node], self.plan.ops[node.name]
-        pairs = list(zip(rule.operands, choice.ins, strict=True))
-        weights = [(o, p) for o, p in pairs if o.node in self.planner.weights and len(o.factors) > 1]
+        weights = [(rule.operands[i], choice.ins[i]) for i in rule.weights(self.planner.weights)]
         has_weight = bool(weights) and node not in self.planner.weights
         say = lambda p: text_of(p, self.program)  # noqa: E731
         flops, times = self._cost(node, rule, choice, has_weight)

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import SymTypes
 
 from megafx.ir.call_spec import OutputLeaf
-from megafx.ir.nodes import ASSERTS, aten_ops
+from megafx.ir.nodes import ASSERTS, aten_ops, writes
 from megafx.ir.program import VAL
 
 # Nothing, where the shape stays the same (a slice's step is positive).
@@ -162,18 +162,14 @@ def _read(gm: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         calls_body = node.op == "call_function" and not hasattr(node.target, "_schema")
-        if node in found or node.op == "placeholder" or node.is_impure() or calls_body or _writes(node):
+        if node in found or node.op == "placeholder" or node.is_impure() or calls_body or writes(node):
             found.update((node, *node.all_input_nodes))
     return found
 
 
 def writes_in_place(gm: fx.GraphModule) -> bool:
     """Whether a captured graph writes into memory, in a nested body too."""
-    return any(_writes(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
-
-
-def _writes(node: fx.Node) -> bool:
-    return node.op == "call_function" and hasattr(node.target, "_schema") and node.target._schema.is_mutable
+    return any(writes(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
 
 
 def _shape(value: Any) -> tuple[Any, ...]:

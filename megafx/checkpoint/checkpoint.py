@@ -29,11 +29,11 @@ from torch import nn
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.content import Content, damage, read_content
 from megafx.checkpoint.load import Load, replica_of
-from megafx.checkpoint.state import Optimizers, State, collect, copied, device_of, generators, merged, several_of
+from megafx.checkpoint.state import Optimizers, State, collect, copied, generators, merged, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
 from megafx.distributed.agreement import broadcast_object, check_same, first_rank, gather_objects, raising_together
 from megafx.distributed.failures import meet, only_rank_0, timeout_of
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import device_of, runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.progress import stage
 from megafx.weights.initialize import Factory, Rest, check_planned

@@ -18,7 +18,6 @@ from megafx.checkpoint.content import Content, without
 from megafx.checkpoint.state import (
     State,
     decode,
-    device_of,
     encode,
     finish_model,
     finish_optimizer,
@@ -35,7 +34,7 @@ from megafx.checkpoint.state import (
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optimizers, tensors_there
 from megafx.distributed.agreement import raising_together
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import device_of, runtime_of
 from megafx.distributed.tensor import local_of
 from megafx.errors import CheckpointError
 from megafx.placements.data_axis import BATCH_AXIS

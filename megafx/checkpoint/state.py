@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import device_of, runtime_of
 from megafx.distributed.tensor import local_of, wrap
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights.state import stored_tensors
@@ -104,10 +104,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def generators(device: torch.device) -> dict[str, torch.Tensor]:

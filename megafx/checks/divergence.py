@@ -54,7 +54,7 @@ class Divergence:
 
 def first_divergence(
     program: Program, per_rank_inputs: Sequence[Sequence[Any]], reference: Program, reference_inputs: Sequence[Any], *,
-    tolerance: float | None = None, axis: str = "tp",
+    tolerance: float | None = None,
 ) -> Divergence | None:  # fmt: skip
     """Run `program` on all ranks and `reference` (the same graph before it was localized, or for t = 1) on one.
 
@@ -69,7 +69,7 @@ def first_divergence(
         if node.name in names:
             expected[node.name] = value[0]
 
-    simulate(reference, [reference_inputs], axis=axis, watch=keep)
+    simulate(reference, [reference_inputs], watch=keep)
     found: list[Divergence] = []
 
     def compare(node: fx.Node, value: Values) -> None:
@@ -83,7 +83,7 @@ def first_divergence(
         if error > (TOLERANCE.get(wanted.dtype, 0.0) if tolerance is None else tolerance):
             found.append(Divergence(node.name, placement, error, text, fqn_of(node), source_of(node)))
 
-    simulate(program, per_rank_inputs, axis=axis, watch=compare)
+    simulate(program, per_rank_inputs, watch=compare)
     return found[0] if found else None
 
 

@@ -49,14 +49,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def simulate(
-    program: Program | fx.GraphModule, per_rank_inputs: Sequence[Sequence[Any]], *, axis: str = "tp",
+    program: Program | fx.GraphModule, per_rank_inputs: Sequence[Sequence[Any]], *,
     mesh: Mapping[str, int] | None = None, watch: Callable[[fx.Node, Values], None] | None = None,
     gradients: bool = False,
 ) -> list[list[Any]]:  # fmt: skip
-    """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
+    """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default 'tp' has all ranks.
     watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
-    mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
+    mesh = {TENSOR_AXIS: len(per_rank_inputs)} if mesh is None else mesh
     if math.prod(mesh.values()) != len(per_rank_inputs):
         raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
     with torch.set_grad_enabled(gradients):
@@ -455,7 +455,7 @@ def _result_placement(program: Program, name: str) -> Placement:
 
 
 def run_logical(
-    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, *, axis: str = TENSOR_AXIS,
+    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, *,
     data: DataAxis | None = None,
 ) -> Logical:  # fmt: skip
     """Simulate t ranks, or data.ranks groups of them, on logical `values` (by input name; tangents by their output's name).
@@ -464,8 +464,8 @@ def run_logical(
     should hold the same result differ, or a gradient has something in its padding.
     """
     inputs = local_inputs(program, values, placements, t, data)
-    mesh = {**(data.mesh if data is not None else {}), axis: t}
-    return logical_of(program, simulate(program, inputs, mesh=mesh), inputs, values, placements, t, data)
+    results = simulate(program, inputs, mesh={**(data.mesh if data is not None else {}), TENSOR_AXIS: t})
+    return logical_of(program, results, inputs, values, placements, t, data)
 
 
 def logical_of(

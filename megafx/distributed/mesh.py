@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -143,9 +144,15 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         )
     if world == 1:
         return None
-    kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
-    if d == 1:
-        return world_mesh(kind, (t,), (TENSOR_AXIS,))
+    return world_mesh(device, dims_of(config, t))
+
+
+def dims_of(config: Config, t: int) -> dict[str, int]:
+    """The dims of a mesh of the world, outermost first, with their sizes. t: tensor-parallel ranks. Raises AgreementError."""
+    dp, c = config.data_parallel_size or 1, config.context_parallel_size
+    inner = ({} if c == 1 else {CONTEXT_AXIS: c}) | {TENSOR_AXIS: t}
+    if dp * c == 1:
+        return inner
     shard = dp if config.data_parallel == DDP else config.data_parallel_shard_size or dp
     experts = config.expert_model_parallel_size
     if shard % experts:
@@ -153,12 +160,10 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
             f"{shard} data-parallel ranks cannot share out experts in groups of expert_model_parallel_size={experts}",
             fix=f"set data_parallel_size, and data_parallel_shard_size where it is set, to multiples of {experts}",
         )
-    outer = {BATCH_AXIS: dp} if shard == dp else {REPLICA_AXIS: dp // shard, SHARD_AXIS: shard}
     if experts > 1:
         groups = {REPLICA_AXIS: dp // shard, SAME_EXPERTS_AXIS: shard // experts}
-        outer = {name: size for name, size in groups.items() if size > 1} | {EXPERT_AXIS: experts}
-    dims = outer | ({} if c == 1 else {CONTEXT_AXIS: c}) | {TENSOR_AXIS: t}
-    return world_mesh(kind, (*dims.values(),), (*dims,))
+        return {name: size for name, size in groups.items() if size > 1} | {EXPERT_AXIS: experts} | inner
+    return ({BATCH_AXIS: dp} if shard == dp else {REPLICA_AXIS: dp // shard, SHARD_AXIS: shard}) | inner
 
 
 def _outer(dp: int, cp: int) -> str:
@@ -200,15 +205,16 @@ _DATA = (
     BATCH_AXIS,
     EXPERT_AXIS,
 )  # dims of a mesh that are data-parallel, outermost first
-_made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
+_made: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
 
 
-def world_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def world_mesh(device: torch.device, dims: Mapping[str, int]) -> DeviceMesh:
     """One mesh per shape, for all models: process groups are never freed, and each holds files and threads."""
-    world = dist.group.WORLD
-    if (kind, sizes, names) not in _made or _made[kind, sizes, names][0] is not world:
-        _made[kind, sizes, names] = world, init_device_mesh(kind, sizes, mesh_dim_names=names)
-    return _made[kind, sizes, names][1]
+    kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
+    world, key = dist.group.WORLD, (kind, tuple(dims.items()))
+    if key not in _made or _made[key][0] is not world:
+        _made[key] = world, init_device_mesh(kind, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    return _made[key][1]
 
 
 def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:

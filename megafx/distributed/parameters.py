@@ -48,6 +48,10 @@ def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
                 yield (f"{prefix}.{key}" if prefix else key), Slot(module, key)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     """A parameter of `tensor` with the attributes and the hooks that users set on `like`; handles of the hooks stay valid."""
     param = nn.Parameter(tensor, requires_grad=like.requires_grad)

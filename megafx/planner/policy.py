@@ -276,7 +276,7 @@ class Policy:
                 left.append(strategy)
         if self.sequence_parallel is True:
             left = self._prefer_sequence(node, rule, left, gone)
-        weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
+        weights = rule.weights(self.weights)
         if cost_kind(op_name(node)) == MATMUL and weights and node not in self.weights and not overridden:
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
             if any(self._is_router(node, rule, i) for i in weights):

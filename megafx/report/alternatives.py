@@ -30,7 +30,7 @@ def price_alternatives(picture: CostedGraph, problem: Problem, plan: Plan) -> No
             continue
         node = nodes[drawn.name]
         rule, choice = problem.planner.rules[node], plan.ops[node.name]
-        weights = [i for i, o in enumerate(rule.operands) if o.node in problem.policy.weights and len(o.factors) > 1]
+        weights = rule.weights(problem.policy.weights)
         rows = [(s.ins, s.out) for s in problem.domains[node]]
         if (choice.ins, choice.out) not in rows:
             continue

@@ -157,18 +157,17 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     rule = planner.rules[node]
     transitions = _transitions(program, planner, node)
     communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in transitions)
-    operands = zip(rule.operands, choice.ins, strict=True)
-    weights = [(o, p) for o, p in operands if o.node in planner.weights and len(o.factors) > 1]
+    weights = rule.weights(planner.weights)
     has_weight = bool(weights) and node not in planner.weights
     no_rule = rule.kind == "none" and node not in planner.owners
     if not (communicates or has_weight or no_rule):
         return None
-    ins = ", ".join(text_of(p, program) for p in choice.ins)
-    shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
+    placements, ins = [choice.ins[i] for i in weights], ", ".join(text_of(p, program) for p in choice.ins)
+    shape = "x".join(map(str, rule.operands[weights[0]].node.meta[VAL].shape)) if weights else ""
     return Line(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
-        style_of(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
+        style_of(node, choice.out, placements) if has_weight else ("replicated" if no_rule else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
         transitions,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -144,6 +144,10 @@ class OpRule:
     reason: str
     sizes: dict[str, int]
     template: Template
+
+    def weights(self, weights: Collection[fx.Node]) -> list[int]:
+        """Which operands are weights with several dims: a bias has one."""
+        return [i for i, o in enumerate(self.operands) if o.node in weights and len(o.factors) > 1]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megafx.distributed import agreement
 from megafx.distributed.board import BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.optimizers import Steps
-from megafx.distributed.parameters import Slot
+from megafx.distributed.parameters import Slot, device_of
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import UsageError
 from megafx.planner.hardware import Hardware
@@ -61,7 +61,7 @@ class ModelState:
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return device_of(self.model)
 
     def device_bytes(self, hardware: Hardware) -> int | None:
         """What this process may have of its device: torch.cuda.set_per_process_memory_fraction counts."""
