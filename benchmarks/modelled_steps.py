@@ -136,7 +136,7 @@ def context_ms(tokens: int, t: int, c: int, hardware: str = "h100-nvlink") -> tu
         seq_length=tokens,
     )
     report = megafx.explain(megafx.plan(model, config, example_inputs=example))
-    parts, _ = modelled_step(report.picture, report.step, config, Hardware.load(hardware))
+    parts, _ = modelled_step(report.costed, report.step, config, Hardware.load(hardware))
     return sum(parts.values()) / 1e3, parts["context-parallel collectives"] / 1e3
 
 
@@ -162,7 +162,7 @@ def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) ->
     report = planner.solved.report
     flags = {
         "sp" if planner.solved.sequence_parallel else "tp": True,
-        "plain": not report.picture.overlap,
+        "plain": not report.costed.overlap,
         "graphs": graphs_pay(report.step, profile)[0],
         "compile": any(n.topic == "compile" and "Inductor compiles" in n.message for n in notes),
     }

@@ -98,7 +98,7 @@ def modelled(run: Run, model: object, plans: dict) -> tuple[float, dict[str, flo
     report = plans[key]
     whole = config.replace(data_parallel_size=run.dp, data_parallel=run.form, activation_memory_budget=run.budget)
     split = Split(run.pp, run.chunks, run.microbatches)
-    parts, _ = modelled_step(report.picture, report.step, whole, Hardware.load("h100-nvlink"), split)
+    parts, _ = modelled_step(report.costed, report.step, whole, Hardware.load("h100-nvlink"), split)
     tokens = run.batch * run.dp * run.microbatches * run.tokens
     return tokens / (sum(parts.values()) * 1e-6) / run.gpus, parts
 

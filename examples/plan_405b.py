@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = megafx.explain(megafx.plan(model, config))
     step = report.step
     print(f"a step: {step.total_us / 1e3:.1f} ms, of which {step.exposed_us / 1e3:.1f} ms wait for collectives")
-    for kind, size in report.picture.memory.items():
+    for kind, size in report.costed.memory.items():
         print(f"{kind}: {size / 2**30:.1f} GiB a rank")
     print(*pipeline_stages(report, options.stages), sep="\n")
     report.html(options.html)

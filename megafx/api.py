@@ -36,7 +36,7 @@ from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 from megafx.units import device_memory
-from megafx.what_if import Found, search_call
+from megafx.what_if import SearchResult, search_call
 
 
 @stage("parallelize")
@@ -172,7 +172,7 @@ def search(
     batches: Sequence[int] = (1, 2, 4, 8),
     global_batch: int | None = None,
     shown: int = 10,
-) -> Found:
+) -> SearchResult:
     """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
 
     Tried are tensor-, context- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes

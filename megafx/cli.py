@@ -343,7 +343,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.model_explorer:
         from megafx.report.exports import graph_collection
 
-        args.model_explorer.write_text(json.dumps(graph_collection(report.picture, args.model)))
+        args.model_explorer.write_text(json.dumps(graph_collection(report.costed, args.model)))
     return 0
 
 

@@ -38,24 +38,24 @@ def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
     if not found:
         fix = "parallelize the model with Config(profiler_ranges=True)"
         raise UsageError("the graphs of this model name no modules", fix=fix)
-    report.measured = beside_model(found, report.picture, report.step)
+    report.measured = beside_model(found, report.costed, report.step)
 
 
-def beside_model(found: dict[str, float], picture: CostedGraph, step: StepTimes) -> list[Measured]:
+def beside_model(found: dict[str, float], costed: CostedGraph, step: StepTimes) -> list[Measured]:
     """'forward h.0.mlp' -> microseconds, in the order of the graph; like layers together, beside what the schedule says."""
-    layers = {modules[0]: region for modules, region in picture.order if picture.regions[region].layer}
+    layers = {modules[0]: region for modules, region in costed.order if costed.regions[region].layer}
 
     def place(fqn: str) -> str:
         found = innermost(fqn, layers)
-        return fqn if found is None else ".".join(filter(None, [picture.regions[layers[found[0]]].name, found[1]]))
+        return fqn if found is None else ".".join(filter(None, [costed.regions[layers[found[0]]].name, found[1]]))
 
     computed: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
     for part in step.parts:
         for segment in part.segments:
             if segment.node >= 0 and segment.lane != WAIT:
-                node = picture.nodes[segment.node]
-                region = picture.regions[node.region]
+                node = costed.nodes[segment.node]
+                region = costed.regions[node.region]
                 name = ".".join(filter(None, [region.name if region.layer else "", node.module])) or "<root>"
                 into = computed if segment.lane == COMPUTE else sent
                 into[part.direction, name] += part.times * segment.us

@@ -203,7 +203,7 @@ def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) 
             groups[axis] = (len(found), len(found[0]), calls)
     report = compiled.plan.report
     assert report is not None
-    parts, unpriced = modelled_step(report.picture, report.step, planner.config, planner.hardware)
+    parts, unpriced = modelled_step(report.costed, report.step, planner.config, planner.hardware)
     return Rehearsal(world, sizes, tuple(classes), groups, parts, room, (*made.not_seen, *unpriced))
 
 

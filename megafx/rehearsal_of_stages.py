@@ -294,7 +294,7 @@ def _rehearsed(made: Staged, asked: Proposal, sizes: Mapping[str, int], mesh: Me
     report = made.divided.plan.report
     assert report is not None
     split = Split(asked.ranks, len(stages) // asked.ranks, asked.microbatches, made.divided.begins)
-    parts, unpriced = modelled_step(report.picture, report.step, call.config, call.hardware, split)
+    parts, unpriced = modelled_step(report.costed, report.step, call.config, call.hardware, split)
     seen = dict.fromkeys(text for each in stages for text in each.last.proof.not_seen)
     return Rehearsal(len(mesh.ranks), sizes, tuple(classes), groups, parts, room, (*seen, AFTERWARDS, *unpriced))
 

@@ -93,8 +93,8 @@ class Divided:
     @property
     def begins(self) -> tuple[int, ...]:
         """The first part of each stage, of those between which the model may be cut."""
-        assert self.plan.report is not None and self.plan.report.picture is not None
-        parts = [modules for modules, _ in places(self.plan.report.picture)]
+        assert self.plan.report is not None and self.plan.report.costed is not None
+        parts = [modules for modules, _ in places(self.plan.report.costed)]
         later = (next(i for i, part in enumerate(parts) if stage.modules[0] in part) for stage in self.stages[1:])
         return (0, *later)
 

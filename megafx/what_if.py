@@ -121,7 +121,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """best first: those that fit, up to `shown`, no two of them twins. least: the one of the smallest memory."""
 
     gpus: int
@@ -256,7 +256,7 @@ def search_call(
     shown: int,
     wants_grad: Callable[[Input], bool],
     global_batch: int | None = None,
-) -> Found:
+) -> SearchResult:
     """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted. global_batch: rows of a step."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
@@ -285,7 +285,7 @@ def search_call(
     refused = {what: why for why, what in refused.items()}
     best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
-    return Found(gpus, memory, len(tried), best[:shown], refused, least)
+    return SearchResult(gpus, memory, len(tried), best[:shown], refused, least)
 
 
 def _context_sizes(config: Config, gpus: int) -> list[int]:
@@ -322,13 +322,13 @@ class _Search:
         hardware = self.hardware
         dtype, rate = max(hardware.flops_per_second.items(), key=lambda item: item[1])
         peak = hardware.peak_flops_per_second.get(dtype, 0.0)
-        for picture, step, batch in self._priced(config):
+        for costed, step, batch in self._priced(config):
             fits = False
-            for options, split in self._splits(config.replace(micro_batch_size=batch), len(picture.order)):
+            for options, split in self._splits(config.replace(micro_batch_size=batch), len(costed.order)):
                 shards = copies_of(options, hardware) if self.shard is None else [self.shard]
                 shards = [s for s in shards if (options.data_parallel_size or 1) % s == 0]
                 shards = [s for s in shards if s % options.expert_model_parallel_size == 0]
-                for one in whole_steps(picture, step, options, hardware, self.memory, shards, split):
+                for one in whole_steps(costed, step, options, hardware, self.memory, shards, split):
                     fits = fits or sum(one.memory.values()) <= self.memory
                     numbers = (one.parts, one.memory, one.rows, one.flops, one.sent, rate, peak)
                     yield Candidate(one.config, *numbers, one.split)
@@ -416,12 +416,12 @@ class _Search:
         program, planner, _ = tried(ready, planner, passes)
         for batch in self.batches:
             price_workload(program, config.replace(micro_batch_size=batch))
-            picture = costed_graph(program, planner)
-            yield picture, timeline(picture), batch
+            costed = costed_graph(program, planner)
+            yield costed, timeline(costed), batch
 
 
 def modelled_step(
-    picture: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, split: Split = ONE
+    costed: CostedGraph, step: StepTimes, config: Config, hardware: Hardware, split: Split = ONE
 ) -> tuple[dict[str, float], list[str]]:
     """(microseconds of a step of this config by cause, what of it is not priced)."""
     t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
@@ -432,7 +432,7 @@ def modelled_step(
     elif d * config.context_parallel_size == 1:
         config = in_form(config, DDP)
     shards = [config.data_parallel_shard_size or config.data_parallel_size or 1]
-    found = whole_steps(picture, step, config, hardware, sys.maxsize, shards, split)
+    found = whole_steps(costed, step, config, hardware, sys.maxsize, shards, split)
     return next(c.parts for c in found if c.config.data_parallel == config.data_parallel), left
 
 

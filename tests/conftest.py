@@ -154,7 +154,7 @@ ONE_IN: dict[str, int] = {
     "report/test_report.py::test_a_step_adds_up": 3,
     "report/test_report.py::test_a_trace_is_the_modelled_step": 2,
     "report/test_report.py::test_inputs_without_gradient_are_data": 2,
-    "report/test_report.py::test_the_picture_is_the_plan": 3,
+    "report/test_report.py::test_the_costed_graph_is_the_plan": 3,
     "report/test_report.py::test_what_backward_keeps_is_at_most_what_is_said": 2,
     "rules/test_inference.py::test_rows_are_inferred_and_nothing_false_is": 10,
     "runtime/test_call_structures.py::test_adapters_that_come_too_late": 2,

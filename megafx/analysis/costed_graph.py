@@ -75,15 +75,15 @@ class _Builder:
         for name in names:
             alike[tuple(self._signature(n, name) for n in of_region[name])].append(name)
         regions: list[Region] = []
-        drawn: list[CostedOp] = []
+        ops: list[CostedOp] = []
         index: dict[fx.Node, int] = {}
         for number, same in enumerate(alike.values()):
             fqns = [name.removeprefix("after ") for name in same]
             shown = folded_name(INDEX.sub(".*", fqns[0]), fqns) if len(same) > 1 else same[0]
             regions.append(Region(shown, len(same), same[0] in self.layers.paths))
             for node in of_region[same[0]]:
-                regions[-1].nodes.append(len(drawn))
-                drawn.append(self._costed(node, number, same[0]))
+                regions[-1].nodes.append(len(ops))
+                ops.append(self._costed(node, number, same[0]))
             for name in same:
                 index |= dict(zip(of_region[name], regions[-1].nodes, strict=True))
         edges: dict[tuple[int, int], None] = {}
@@ -91,18 +91,18 @@ class _Builder:
             for source in self._sources(node):
                 if source in index and index[source] < index[node]:  # not from one layer to the next like it
                     edges[index[source], index[node]] = None
-        self._keep(drawn, index)
-        self._hold(regions, drawn, index)
+        self._keep(ops, index)
+        self._hold(regions, ops, index)
         order = []
         for name in names:
             own = (name,) if name in self.layers.paths else tuple(dict.fromkeys(map(fqn_of, of_region[name])))
-            order.append((own, drawn[index[of_region[name][0]]].region))
+            order.append((own, ops[index[of_region[name][0]]].region))
         hardware, wanted = self.planner.hardware, self.planner.config.tp_comm_overlap
         overlap = wanted is not False and hardware.transfer_bytes_per_second is not None
         whole, named = self._whole(), {*self.plan.experts}
         experts = sum(self._bytes(n) * self._share(spec) for n, spec in self.params.items() if spec.name in named)
         return CostedGraph(
-            regions, drawn, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap, round(experts)
+            regions, ops, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap, round(experts)
         )  # fmt: skip
 
     # -- which nodes, and where
@@ -154,7 +154,7 @@ class _Builder:
         )
 
     def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
-        """The nodes drawn whose values it reads; transitions without communication are looked through."""
+        """The nodes of the result whose values it reads; transitions without communication are looked through."""
         for source in node.all_input_nodes:
             while is_transition(source) and source not in self.moves:  # one of an outer axis copies
                 source = source.all_input_nodes[0]
@@ -252,7 +252,7 @@ class _Builder:
 
     # -- memory
 
-    def _keep(self, drawn: list[CostedOp], index: dict[fx.Node, int]) -> None:
+    def _keep(self, ops: list[CostedOp], index: dict[fx.Node, int]) -> None:
         """Values that backward reads: operands of ops that are not linear in all of them at once. Each counts where it is first
         read. At most: fused ops may compute theirs again."""
         if not self.planner.training:
@@ -273,17 +273,17 @@ class _Builder:
                     continue
                 seen.add((root, placement))
                 if index[node] not in counted:
-                    drawn[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
-            counted.add(index[node])  # of like layers the first is drawn
+                    ops[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
+            counted.add(index[node])  # of like layers the first stands for all
 
-    def _hold(self, regions: list[Region], drawn: list[CostedOp], index: dict[fx.Node, int]) -> None:
+    def _hold(self, regions: list[Region], ops: list[CostedOp], index: dict[fx.Node, int]) -> None:
         """Parameters count where they are first read."""
         for node, spec in self.params.items():
             readers = [*node.users]
             while readers and readers[0] not in index:
                 readers = [*readers[0].users, *readers[1:]]
             if readers:
-                region = regions[drawn[index[readers[0]]].region]
+                region = regions[ops[index[readers[0]]].region]
                 region.held += self._bytes(node) * self._share(spec) / region.times
 
     def _share(self, spec: Input) -> float:

@@ -80,8 +80,8 @@ from megafx.report.report import refresh_notes
 def describe_plan(program: Program, planner: Planner) -> int:
     """Make the report of the plan, which `megafx.explain` shows."""
     report = planner.solved.report = describe(program, planner)
-    report.picture = costed_graph(program, planner)
-    report.step = timeline(report.picture)
+    report.costed = costed_graph(program, planner)
+    report.step = timeline(report.costed)
     planner.solved.step_us = report.step.total_us
     report.header["modelled step"] = f"{report.step.total_us:.0f} us"
     if planner.config.cuda_graphs == "auto":
@@ -90,7 +90,7 @@ def describe_plan(program: Program, planner: Planner) -> int:
         program.note("cuda graphs", f"'auto' {expected} at the sizes that are priced ({why}); calls are measured")
         refresh_notes(report, program.notes)
     if planner.problem is not None:
-        price_alternatives(report.picture, planner.problem, planner.solved)
+        price_alternatives(report.costed, planner.problem, planner.solved)
     return 0
 
 

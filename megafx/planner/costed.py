@@ -85,7 +85,7 @@ class Region:
 @dataclass
 class CostedGraph:
     """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
-    that it is drawn as) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
+    that stands for it) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
     those of which data-parallel ranks have their experts alone."""
 
     regions: list[Region]

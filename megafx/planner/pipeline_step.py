@@ -44,34 +44,34 @@ class Share:
     kept: int
 
 
-def share_of(picture: CostedGraph, step: StepTimes, split: Split) -> Share | None:
+def share_of(costed: CostedGraph, step: StepTimes, split: Split) -> Share | None:
     """None where the model has fewer parts than stages."""
-    kept = [0.0] * len(picture.regions)
-    for node in picture.nodes:
+    kept = [0.0] * len(costed.regions)
+    for node in costed.nodes:
         kept[node.region] += node.kept
     if split.ranks == 1:
-        times = [region.times for region in picture.regions]
+        times = [region.times for region in costed.regions]
         return Share(1.0, 1.0, int(sum(n * k for n, k in zip(times, kept, strict=True))))
-    parts = [regions for _, regions in places(picture)]
+    parts = [regions for _, regions in places(costed)]
     if split.stages > len(parts):
         return None
-    us = us_of(picture, step)
+    us = us_of(costed, step)
     begins = split.begins or balanced([sum(us[region] for region in part) for part in parts], split.stages)
     stages = [[*chain(*parts[a:b])] for a, b in zip(begins, [*begins[1:], len(parts)], strict=True)]
     ranks = [[*chain(*stages[r :: split.ranks])] for r in range(split.ranks)]
-    order = [region for _, region in picture.order]
-    total, held = sum(us[region] for region in order), sum(picture.regions[region].held for region in order)
+    order = [region for _, region in costed.order]
+    total, held = sum(us[region] for region in order), sum(costed.regions[region].held for region in order)
     return Share(
         max(sum(us[region] for region in rank) for rank in ranks) / total,
-        max(sum(picture.regions[region].held for region in rank) for rank in ranks) / max(held, 1.0),
+        max(sum(costed.regions[region].held for region in rank) for rank in ranks) / max(held, 1.0),
         int(max(sum(kept[region] for region in rank) * under_way(split, r) for r, rank in enumerate(ranks))),
     )
 
 
-def places(picture: CostedGraph) -> list[tuple[tuple[str, ...], list[int]]]:
+def places(costed: CostedGraph) -> list[tuple[tuple[str, ...], list[int]]]:
     """The parts of a model between which it may be cut, in order: their modules, and indices of their regions."""
     found: list[tuple[tuple[str, ...], list[int]]] = []
-    for modules, region in picture.order:
+    for modules, region in costed.order:
         named = tuple(name for name in modules if name and name != "<root>")
         if named or not found:
             found.append((named, [region]))
@@ -80,9 +80,9 @@ def places(picture: CostedGraph) -> list[tuple[tuple[str, ...], list[int]]]:
     return found
 
 
-def us_of(picture: CostedGraph, step: StepTimes) -> list[float]:
+def us_of(costed: CostedGraph, step: StepTimes) -> list[float]:
     """Microseconds of each region, forward and backward, of one of its layers."""
-    us = [0.0] * len(picture.regions)
+    us = [0.0] * len(costed.regions)
     for part in step.parts:
         if part.region >= 0:
             us[part.region] += part.us
@@ -124,8 +124,8 @@ def _runs(costs: Sequence[float], most: float) -> list[int]:
     return begins
 
 
-def message_us(picture: CostedGraph, hardware: Hardware, inner: int) -> tuple[float, int]:
+def message_us(costed: CostedGraph, hardware: Hardware, inner: int) -> tuple[float, int]:
     """(microseconds, bytes) of what a stage sends to the next. inner: ranks of one stage."""
-    layer = next((region for region in picture.regions if region.layer), picture.regions[-1])
-    sent = next((picture.nodes[i].bytes for i in layer.nodes[::-1] if picture.nodes[i].move is None), 0)
+    layer = next((region for region in costed.regions if region.layer), costed.regions[-1])
+    sent = next((costed.nodes[i].bytes for i in layer.nodes[::-1] if costed.nodes[i].move is None), 0)
     return 1e6 * library_seconds(ALL_GATHER, sent, hardware, 2, inner), sent

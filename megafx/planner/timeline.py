@@ -33,7 +33,7 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Segment:
-    """What runs from `start` on for `us` microseconds. node: index of the picture's nodes; -1: gradients of parameters, -2: the
+    """What runs from `start` on for `us` microseconds. node: index in the costed graph; -1: gradients of parameters, -2: the
     optimizer. collective: that is sent or waited for; sent: bytes that a rank sends in it."""
 
     lane: str
@@ -83,15 +83,15 @@ class Run:
     start: float
 
 
-def runs(picture: CostedGraph, step: StepTimes) -> list[Run]:
+def runs(costed: CostedGraph, step: StepTimes) -> list[Run]:
     """The whole step in its order: what `Part.times` folds, and where kinds of layers alternate, one by one."""
     parts = {(part.region, part.direction): part for part in step.parts}
     forward = [
-        (modules[0] if (region := picture.regions[number]).layer else region.name, parts[number, "forward"])
-        for modules, number in picture.order
+        (modules[0] if (region := costed.regions[number]).layer else region.name, parts[number, "forward"])
+        for modules, number in costed.order
     ]
     found, start = [], 0.0
-    backward = [(name, parts[part.region, "backward"]) for name, part in forward[::-1]] if picture.training else []
+    backward = [(name, parts[part.region, "backward"]) for name, part in forward[::-1]] if costed.training else []
     last = [("gradients of whole parameters, optimizer", part) for part in step.parts if part.region < 0]
     for name, part in (*forward, *backward, *last):
         found.append(Run(name, part, start))
@@ -112,11 +112,11 @@ class _Sent:
     sent: int = 0
 
 
-def timeline(picture: CostedGraph) -> StepTimes:
-    """The step of a picture. A replayed CUDA graph waits for no launch; its gradients are copied out of its memory."""
-    step, hardware = _step(picture), replace(picture.hardware, launch_seconds=0.0)
-    replayed = _step(replace(picture, hardware=hardware)) if picture.hardware.launch_seconds else step
-    step.graphs_us = replayed.total_us + 1e6 * memory_seconds(2 * picture.memory.get("gradients", 0), hardware)
+def timeline(costed: CostedGraph) -> StepTimes:
+    """The step of a costed graph. A replayed CUDA graph waits for no launch; its gradients are copied out of its memory."""
+    step, hardware = _step(costed), replace(costed.hardware, launch_seconds=0.0)
+    replayed = _step(replace(costed, hardware=hardware)) if costed.hardware.launch_seconds else step
+    step.graphs_us = replayed.total_us + 1e6 * memory_seconds(2 * costed.memory.get("gradients", 0), hardware)
     return step
 
 
@@ -128,9 +128,9 @@ def graphs_pay(step: StepTimes, hardware: Hardware) -> tuple[bool, str]:
     return step.graphs_us < (1 - LEAST_GAIN) * step.total_us, f"{waits}; replayed it takes {step.graphs_us:.0f} us"
 
 
-def _step(picture: CostedGraph) -> StepTimes:
-    made = _Schedule(picture)
-    step = StepTimes([*made.forward(), *(made.backward() if picture.training else ())])
+def _step(costed: CostedGraph) -> StepTimes:
+    made = _Schedule(costed)
+    step = StepTimes([*made.forward(), *(made.backward() if costed.training else ())])
     for part in step.parts:
         step.total_us += part.times * part.us
         for segment in part.segments:
@@ -139,18 +139,18 @@ def _step(picture: CostedGraph) -> StepTimes:
             step.send_us += us if segment.lane == SEND else 0.0
             if segment.lane == WAIT:
                 step.exposed_us += us
-                move = picture.nodes[segment.node].move if segment.node >= 0 else None
+                move = costed.nodes[segment.node].move if segment.node >= 0 else None
                 axis = TENSOR_AXIS if move is None else move.axis
                 step.exposed_by_axis[axis] = step.exposed_by_axis.get(axis, 0.0) + us
     step.host_us = max(step.total_us - step.compute_us - step.exposed_us, 0.0)
-    passes = 3 if picture.training else 1
-    step.flops = passes * sum(picture.regions[n.region].times * n.flops for n in picture.nodes)
+    passes = 3 if costed.training else 1
+    step.flops = passes * sum(costed.regions[n.region].times * n.flops for n in costed.nodes)
     return step
 
 
 class _Schedule:
-    def __init__(self, picture: CostedGraph) -> None:
-        self.picture, self.hardware, self.t = picture, picture.hardware, picture.ranks  # of the axis that is planned
+    def __init__(self, costed: CostedGraph) -> None:
+        self.costed, self.hardware, self.t = costed, costed.hardware, costed.ranks  # of the axis that is planned
         self.device = self.link = self.host = 0.0  # when each is free
         self.ready: dict[int, float | _Sent] = {}
         self.sent: dict[int, _Sent] = {}  # backward collectives of transitions
@@ -159,16 +159,16 @@ class _Schedule:
         self.slower = 0.0  # how much longer products take beside what is on the link
         self.sources: dict[int, list[int]] = defaultdict(list)
         self.users: dict[int, list[int]] = defaultdict(list)
-        for a, b in picture.edges:
+        for a, b in costed.edges:
             self.sources[b].append(a)
             self.users[a].append(b)
 
     def forward(self) -> list[Part]:
         parts = []
-        for number, region in enumerate(self.picture.regions):
+        for number, region in enumerate(self.costed.regions):
             part = self._begin(number, "forward", region.times)
             for i in region.nodes:
-                node, before = self.picture.nodes[i], self.sources[i]
+                node, before = self.costed.nodes[i], self.sources[i]
                 if node.move is not None:
                     made = self._made(before)
                     at = made.start if isinstance(made, _Sent) else made
@@ -180,7 +180,7 @@ class _Schedule:
                     continue
                 for source in before:
                     self._arrive(
-                        part, source, [u for u in self.users[source] if self.picture.nodes[u].has_weight], False
+                        part, source, [u for u in self.users[source] if self.costed.nodes[u].has_weight], False
                     )
                 self._compute(part, i, node.us)
                 self.ready[i] = self.device
@@ -193,12 +193,12 @@ class _Schedule:
     def backward(self) -> list[Part]:
         """`ready`: when the gradient of a node's value has come through it, to those that it reads."""
         parts, self.ready = [], {}
-        for number in range(len(self.picture.regions))[::-1]:
-            region = self.picture.regions[number]
+        for number in range(len(self.costed.regions))[::-1]:
+            region = self.costed.regions[number]
             part = self._begin(number, "backward", region.times)
             self.sent, self.again = {}, {}
             for i in region.nodes[::-1]:
-                node = self.picture.nodes[i]
+                node = self.costed.nodes[i]
                 if node.move is not None:
                     self._start(part, i, False)
                     self.ready[i] = self.sent.get(i, self._made(self.users[i]))
@@ -218,19 +218,19 @@ class _Schedule:
                     self._compute(part, i, node.weight_us)
             parts.append(self._end(part))
         part = self._begin(-1, "backward", 1)
-        if self.picture.gradients is not None:
-            found = self.picture.gradients
+        if self.costed.gradients is not None:
+            found = self.costed.gradients
             us = 1e6 * library_seconds(found.backward, found.backward_bytes, self.hardware, self.t)
             gradients = _Sent(-1, self.device, us, collective=found.backward, sent=found.backward_bytes)
             self._until(part, self._under_way(part, gradients))
-        self._compute(part, -2, self.picture.optimizer_us)
+        self._compute(part, -2, self.costed.optimizer_us)
         return [*parts, self._end(part)]
 
     # -- collectives
 
     def _start(self, part: Part, i: int, by_product: bool) -> None:
         """Start the backward collective of a transition once the gradients of all that read it are there."""
-        node = self.picture.nodes[i]
+        node = self.costed.nodes[i]
         late = [u for u in self.users[i] if u not in self.ready]
         if node.move is None or node.move.backward == LOCAL or late or i in self.sent:
             return
@@ -243,7 +243,7 @@ class _Schedule:
     def _gather_again(self, part: Part, i: int) -> None:
         """A product's gathered operand is not kept for the gradient of its weight: its shards are gathered beside products."""
         for source in self.sources[i]:
-            move = self.picture.nodes[source].move
+            move = self.costed.nodes[source].move
             inner = (
                 move is not None and move.axis == TENSOR_AXIS
             )  # others are kept, but for those that a budget makes again
@@ -259,7 +259,7 @@ class _Schedule:
         last is a product, which makes its operand."""
         if collective == LOCAL:
             return None
-        move = self.picture.nodes[i].move
+        move = self.costed.nodes[i].move
         inner = move is None or move.axis == TENSOR_AXIS
         group = (self.t, 1) if move is None or inner else (move.ranks, move.inner)
         us = 1e6 * library_seconds(collective, sent, self.hardware, *group) + copied
@@ -282,7 +282,7 @@ class _Schedule:
         once = sent / 2 if collective == ALL_REDUCE else float(sent)  # bytes to the other ranks, each way
         whole = once * t / (t - 1) if t > 1 else 0.0
         pieces = collective in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-        if not (self.picture.overlap and pieces and rate) or whole < LEAST_BYTES:
+        if not (self.costed.overlap and pieces and rate) or whole < LEAST_BYTES:
             return None
         fixed, copies = 1e6 * self.hardware.transfer_seconds, 1e6 * once / rate
         if collective == ALL_GATHER:
@@ -308,7 +308,7 @@ class _Schedule:
         return max(move.forward_us - plain, 0.0) if move.forward != LOCAL else 0.0
 
     def _by_product(self, before: list[int]) -> bool:
-        return len(before) == 1 and self.picture.nodes[before[0]].has_weight
+        return len(before) == 1 and self.costed.nodes[before[0]].has_weight
 
     def _made(self, nodes: list[int]) -> float | _Sent:
         """When all of these are there; a collective that is under way, where they wait for one."""
@@ -321,12 +321,12 @@ class _Schedule:
         sent = self.ready.get(i)
         if not isinstance(sent, _Sent):
             return
-        node = self.picture.nodes[i].move
+        node = self.costed.nodes[i].move
         gathered = node is not None and (node.backward if back else node.forward) in (ALL_GATHER, ALL_REDUCE)
         own = 0.0
         if sent.copies and gathered and not sent.sums:
-            drawn = [self.picture.nodes[r] for r in readers]
-            own = sum(d.back_us if back else d.us for d in drawn if d.has_weight) / self.t
+            ops = [self.costed.nodes[r] for r in readers]
+            own = sum(op.back_us if back else op.us for op in ops if op.has_weight) / self.t
         self._until(part, sent, own)
         self.ready[i] = self.device
 
@@ -366,7 +366,7 @@ class _Schedule:
         if us > 0:
             self.host += 1e6 * self.hardware.launch_seconds
             self.device = max(self.device, self.host)
-            if i >= 0 and self.picture.nodes[i].flops:
+            if i >= 0 and self.costed.nodes[i].flops:
                 us = round(us + self.slower * min(max(self.link - self.device, 0.0), us), 3)
             part.segments.append(Segment(COMPUTE, i, round(self.device, 3), us))
             self.last = (self.device, self.device + us)

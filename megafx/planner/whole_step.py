@@ -49,7 +49,7 @@ class WholeStep:
 
 
 def whole_steps(
-    picture: CostedGraph,
+    costed: CostedGraph,
     step: StepTimes,
     config: Config,
     hardware: Hardware,
@@ -60,28 +60,28 @@ def whole_steps(
     """One for each form of data parallelism and each budget; of the budgets those up to the first that fits. None for a model
     of fewer parts than stages.
 
-    picture, step: of one micro-batch. shards: numbers of data-parallel ranks that hold one copy of the parameters."""
+    costed, step: of one micro-batch. shards: numbers of data-parallel ranks that hold one copy of the parameters."""
     t, c, d = config.tensor_model_parallel_size or 1, config.context_parallel_size, config.data_parallel_size or 1
     n, m = d * c, split.microbatches  # n: ranks that have summands of a gradient
-    own = share_of(picture, step, split)
+    own = share_of(costed, step, split)
     if own is None:
         return
-    held = {kind: int(size * own.held) for kind, size in picture.memory.items()}
-    of_experts = picture.experts / max(picture.memory["parameters"], 1)  # of these bytes
+    held = {kind: int(size * own.held) for kind, size in costed.memory.items()}
+    of_experts = costed.experts / max(costed.memory["parameters"], 1)  # of these bytes
     of_others = 1 - of_experts
     experts = {kind: int(size * of_experts) for kind, size in held.items()}
     params, grads, moments = (held[kind] - experts[kind] for kind in ("parameters", "gradients", "AdamW's moments"))
-    times = [r.times for r in picture.regions]
+    times = [r.times for r in costed.regions]
     forward, backward = (
         own.time * sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
     )
-    moves = [(times[node.region], node.move) for node in picture.nodes if node.move]
+    moves = [(times[node.region], node.move) for node in costed.nodes if node.move]
     moved = sum(often * (move.forward_bytes + move.backward_bytes) for often, move in moves)
-    computing = (step.compute_us + step.host_us - picture.optimizer_us) * own.time
+    computing = (step.compute_us + step.host_us - costed.optimizer_us) * own.time
     outer = {axis: us * own.time for axis, us in step.exposed_by_axis.items() if axis != TENSOR_AXIS}
     of_context, of_data = outer.pop(CONTEXT_AXIS, 0.0), sum(outer.values())
     of_tensor = step.exposed_us * own.time - of_context - of_data
-    message, size = message_us(picture, hardware, t * n) if split.ranks > 1 else (0.0, 0)
+    message, size = message_us(costed, hardware, t * n) if split.ranks > 1 else (0.0, 0)
     messages = 2 * split.chunks * m
     layers = max(round(sum(times) * own.held), 1)
     sharded = [(form, shard) for form in (ZERO1, FSDP) for shard in shards] if n > 1 else []
@@ -105,7 +105,7 @@ def whole_steps(
                 "tensor-parallel collectives": m * of_tensor,
                 "context-parallel collectives": m * of_context,
                 "data-parallel collectives": m * of_data + waits,
-                "the optimizer": picture.optimizer_us * own.held * (of_experts / alike + of_others / whole),
+                "the optimizer": costed.optimizer_us * own.held * (of_experts / alike + of_others / whole),
                 "computing again in backward": m * again,
                 "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_tensor),
                 "messages between stages": messages * message,

@@ -19,16 +19,16 @@ from megafx.units import bytes_text
 Sent = Counter[tuple[str, int]]  # (collective, bytes that a rank sends) -> how many, forward and backward
 
 
-def price_alternatives(picture: CostedGraph, problem: Problem, plan: Plan) -> None:
+def price_alternatives(costed: CostedGraph, problem: Problem, plan: Plan) -> None:
     """Fill `alternatives` of each op with a weight: the cheapest strategy of each other style, and the collectives that differ.
 
     problem: without policies, whose strategies have a price too; `why` has the reasons why they were taken away.
     """
     nodes, around = {n.name: n for n in problem.planner.rules}, Neighbourhood(problem, plan)
-    for drawn in picture.nodes:
-        if not drawn.has_weight:
+    for op in costed.nodes:
+        if not op.has_weight:
             continue
-        node = nodes[drawn.name]
+        node = nodes[op.name]
         rule, choice = problem.planner.rules[node], plan.ops[node.name]
         weights = rule.weights(problem.policy.weights)
         rows = [(s.ins, s.out) for s in problem.domains[node]]
@@ -40,7 +40,7 @@ def price_alternatives(picture: CostedGraph, problem: Problem, plan: Plan) -> No
             style = style_of(node, out, [ins[i] for i in weights])
             seconds, moves = around.cost(node, index)
             added_us = 1e6 * (seconds - now)
-            if style == drawn.style or added_us == float("inf") or added_us >= found.get(style, (float("inf"), ""))[0]:
+            if style == op.style or added_us == float("inf") or added_us >= found.get(style, (float("inf"), ""))[0]:
                 continue
             sent = ", ".join(_difference(before, _sent(problem, moves)))
             row = f"{', '.join(map(plan.text_of, ins))} -> {plan.text_of(out)}"
@@ -48,7 +48,7 @@ def price_alternatives(picture: CostedGraph, problem: Problem, plan: Plan) -> No
             if added_us < 0:  # the plan is the optimum of what policies leave
                 text += "; a policy rules it out"
             found[style] = (added_us, text)
-        drawn.alternatives = [text for _, text in sorted(found.values())]
+        op.alternatives = [text for _, text in sorted(found.values())]
 
 
 def _sent(problem: Problem, moves: Iterable[tuple[fx.Node, Transition]]) -> Sent:

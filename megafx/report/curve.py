@@ -40,12 +40,12 @@ class Curve:
         return sum(self.held.values()) + int(max(sum(point[1:]) for point in self.points))
 
 
-def curve(picture: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve:
+def curve(costed: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve:
     """memory: of the compiled call; None where there is only a plan."""
-    order = runs(picture, step)
+    order = runs(costed, step)
     if memory is None:
-        planned = [*_kept(picture, order), (step.total_us, 0)]
-        return Curve(dict(picture.memory), [LEAST], _thinned(planned, step.total_us), False)
+        planned = [*_kept(costed, order), (step.total_us, 0)]
+        return Curve(dict(costed.memory), [LEAST], _thinned(planned, step.total_us), False)
     held = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,
@@ -56,7 +56,7 @@ def curve(picture: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve
     points: list[tuple[float, ...]] = []
     for direction, timeline in (("forward", memory.forward), ("backward", memory.backward)):
         own = [run for run in order if run.part.direction == direction and run.part.region >= 0]
-        for t, point in zip(_times(timeline, own, picture), timeline.points, strict=True) if timeline else ():
+        for t, point in zip(_times(timeline, own, costed), timeline.points, strict=True) if timeline else ():
             kept, made = (point.results, 0) if direction == "forward" else (point.given, point.results)
             points.append((t, kept, made, point.bytes - kept - made))
     if memory.backward is not None:
@@ -66,16 +66,16 @@ def curve(picture: CostedGraph, step: StepTimes, memory: Memory | None) -> Curve
     return Curve({k: v for k, v in held.items() if v}, kinds, _thinned(points, step.total_us), True)
 
 
-def _kept(picture: CostedGraph, order: Sequence[Run]) -> list[tuple[float, int]]:
+def _kept(costed: CostedGraph, order: Sequence[Run]) -> list[tuple[float, int]]:
     changes: dict[float, int] = defaultdict(int)
     changes[0.0] = 0
-    for run in order if picture.training else ():
+    for run in order if costed.training else ():
         ends: dict[int, float] = {}
         for segment in run.part.segments:
             if segment.lane == COMPUTE:
                 ends[segment.node] = segment.start - run.part.start + segment.us
-        for i in picture.regions[run.part.region].nodes if run.part.region >= 0 else ():
-            kept = picture.nodes[i].kept
+        for i in costed.regions[run.part.region].nodes if run.part.region >= 0 else ():
+            kept = costed.nodes[i].kept
             changes[run.start + ends.get(i, 0.0)] += kept if run.part.direction == "forward" else -kept
     found, now = [], 0
     for t in sorted(changes):
@@ -84,16 +84,16 @@ def _kept(picture: CostedGraph, order: Sequence[Run]) -> list[tuple[float, int]]
     return found
 
 
-def _times(timeline: Timeline, order: Sequence[Run], picture: CostedGraph) -> list[float]:
+def _times(timeline: Timeline, order: Sequence[Run], costed: CostedGraph) -> list[float]:
     """When each point of a graph is, by the schedule: these runs. Times never fall from one point to the next."""
     starts: dict[tuple[int, str], list[float]] = defaultdict(list)  # of the ops of a module in a run
     layers: dict[str, int] = {}
     others: dict[str, int] = {}
     for number, run in enumerate(order):
-        region = picture.regions[run.part.region]
+        region = costed.regions[run.part.region]
         for segment in run.part.segments:
             if segment.lane == COMPUTE and segment.node >= 0:
-                module = picture.nodes[segment.node].module
+                module = costed.nodes[segment.node].module
                 starts[number, module].append(run.start + segment.start - run.part.start)
                 if not region.layer:
                     others.setdefault(module, number)

@@ -18,16 +18,16 @@ PARTS, DEVICE, LINK = 1, 2, 3
 TRACKS = {PARTS: "parts of the step", DEVICE: "device: computes, waits", LINK: "link: collectives"}
 
 
-def trace_events(picture: CostedGraph, step: StepTimes, memory: Curve, about: Mapping[str, Any]) -> dict[str, Any]:
+def trace_events(costed: CostedGraph, step: StepTimes, memory: Curve, about: Mapping[str, Any]) -> dict[str, Any]:
     """about: what the trace says of itself."""
     events = [
-        _complete(PARTS, f"{r.part.direction} {r.name}", "part", r.start, r.part.us, {}) for r in runs(picture, step)
+        _complete(PARTS, f"{r.part.direction} {r.name}", "part", r.start, r.part.us, {}) for r in runs(costed, step)
     ]
-    for run in runs(picture, step):
+    for run in runs(costed, step):
         for s in run.part.segments:
             track = LINK if s.lane == SEND else DEVICE
             start = run.start + s.start - run.part.start
-            events.append(_complete(track, _name(picture, run, s), s.lane, start, s.us, _arguments(picture, s)))
+            events.append(_complete(track, _name(costed, run, s), s.lane, start, s.us, _arguments(costed, s)))
     held = memory.held.items()
     for point in memory.points:
         sizes = {**dict(held), **dict(zip(memory.kinds, point[1:], strict=True))}
@@ -51,12 +51,12 @@ def _complete(
     return {"ph": "X", "pid": 1, "tid": track, "name": name, "cat": kind, **times, "args": dict(arguments)}
 
 
-def _name(picture: CostedGraph, run: Run, segment: Segment) -> str:
+def _name(costed: CostedGraph, run: Run, segment: Segment) -> str:
     if segment.node < 0:
         what = "optimizer" if segment.node == -2 else "gradients of whole parameters"
     else:
-        node = picture.nodes[segment.node]
-        inside = picture.regions[node.region].layer
+        node = costed.nodes[segment.node]
+        inside = costed.regions[node.region].layer
         module = ".".join(filter(None, [run.name if inside else "", node.module]))
         what = ": ".join(filter(None, [module, "" if segment.collective else node.label]))
     if segment.collective:
@@ -64,11 +64,11 @@ def _name(picture: CostedGraph, run: Run, segment: Segment) -> str:
     return f"wait for {what}" if segment.lane == WAIT else what
 
 
-def _arguments(picture: CostedGraph, segment: Segment) -> dict[str, Any]:
+def _arguments(costed: CostedGraph, segment: Segment) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes sent": segment.sent} if segment.sent else {}
     if segment.node < 0:
         return found
-    node = picture.nodes[segment.node]
+    node = costed.nodes[segment.node]
     found |= {"placements": node.placements, "value": node.value, "source": node.source}
     if segment.lane == COMPUTE:
         found |= {"style": node.style, "weight": node.weight}
@@ -81,25 +81,25 @@ COLOURS = {"S": "#a8dcc3", "R": "#f9c995", "I": "#cbd7e3", "P": "#d0b8f2"}  # as
 SENDS = "#f2c230"
 
 
-def graph_collection(picture: CostedGraph, label: str = "megafx plan") -> dict[str, Any]:
+def graph_collection(costed: CostedGraph, label: str = "megafx plan") -> dict[str, Any]:
     """One graph: a node for each op and collective; the module path is the namespace, so that modules fold."""
     nodes = []
-    for number, drawn in enumerate(picture.nodes):
-        region = picture.regions[drawn.region]
+    for number, op in enumerate(costed.nodes):
+        region = costed.regions[op.region]
         layer = f"{region.name} x {region.times}" if region.times > 1 else region.name
-        namespace = "/".join([layer, *filter(None, drawn.module.split("."))])
+        namespace = "/".join([layer, *filter(None, op.module.split("."))])
         attributes = {
-            "placements": drawn.placements,
-            "style": drawn.style,
-            "value": drawn.value,
-            "weight": drawn.weight,
-            "forward (us)": "" if drawn.move else f"{drawn.us:.1f}",
-            "kept for backward": bytes_text(drawn.kept) if drawn.kept else "",
-            "source": drawn.source,
-            "why": "\n".join(drawn.why),
-            "instead": "\n".join(drawn.alternatives),
+            "placements": op.placements,
+            "style": op.style,
+            "value": op.value,
+            "weight": op.weight,
+            "forward (us)": "" if op.move else f"{op.us:.1f}",
+            "kept for backward": bytes_text(op.kept) if op.kept else "",
+            "source": op.source,
+            "why": "\n".join(op.why),
+            "instead": "\n".join(op.alternatives),
         }
-        move = drawn.move or drawn.inner
+        move = op.move or op.inner
         if move is not None:
             for way, what in (("forward", move.forward), ("backward", move.backward)):
                 size = getattr(move, f"{way}_bytes")
@@ -107,14 +107,14 @@ def graph_collection(picture: CostedGraph, label: str = "megafx plan") -> dict[s
         nodes.append(
             {
                 "id": str(number),
-                "label": drawn.label,
+                "label": op.label,
                 "namespace": namespace,
                 "attrs": [{"key": key, "value": value} for key, value in attributes.items() if value],
                 "incomingEdges": [
                     {"sourceNodeId": str(a), "sourceNodeOutputId": "0", "targetNodeInputId": str(i)}
-                    for i, a in enumerate(a for a, b in picture.edges if b == number)
+                    for i, a in enumerate(a for a, b in costed.edges if b == number)
                 ],
-                "style": {"backgroundColor": SENDS if drawn.move else COLOURS[drawn.out]},
+                "style": {"backgroundColor": SENDS if op.move else COLOURS[op.out]},
             }
         )
     return {"label": label, "graphs": [{"id": "plan", "nodes": nodes}]}

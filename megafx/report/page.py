@@ -74,9 +74,9 @@ def side_by_side(before: dict[str, Any], after: dict[str, Any], text: str) -> st
     return SIDES.format(title="two plans", style=_asset("page.css"), text=html.escape(text or "no difference"), **pages)
 
 
-def picture_data(picture: Any, step: Any) -> dict[str, Any]:
+def drawn_data(costed: Any, step: Any) -> dict[str, Any]:
     """The parts of a page's data that are drawn."""
-    data = asdict(picture)
+    data = asdict(costed)
     for node in data["nodes"]:
         node["flops"] = round(node["flops"])
     parts = []
@@ -84,8 +84,7 @@ def picture_data(picture: Any, step: Any) -> dict[str, Any]:
         segments = [[s.lane, s.node, s.start, s.us, s.collective, s.sent] for s in p.segments]
         parts.append({**asdict(p), "segments": segments})
     order = [
-        [r.name, r.part.direction if r.part.region >= 0 else "optimizer", round(r.start, 3)]
-        for r in runs(picture, step)
+        [r.name, r.part.direction if r.part.region >= 0 else "optimizer", round(r.start, 3)] for r in runs(costed, step)
     ]
     return {
         "regions": data["regions"],

@@ -22,7 +22,7 @@ from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
 from megafx.report.exports import trace_events
-from megafx.report.page import data_of, page, picture_data
+from megafx.report.page import data_of, drawn_data, page
 from megafx.units import bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
     fusions: list[Fused] = field(default_factory=list)
-    picture: Any = None  # CostedGraph: ops and collectives of each kind of layer
+    costed: Any = None  # CostedGraph: ops and collectives of each kind of layer
     step: Any = None  # StepTimes: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
     predict: Callable[..., Memory] | None = None  # memory of a rank over a step of the compiled call
@@ -164,14 +164,14 @@ class Report:
     def trace(self, path: str | Path) -> None:
         """Write the modelled step as a Chrome trace (JSON), which Perfetto shows: every op, wait and collective of every layer,
         and the memory. Raises UsageError for a report without a graph."""
-        if self.picture is None:
+        if self.costed is None:
             raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
         about = {"model": self.model, "modelled by": "megafx", **self.header}
-        Path(path).write_text(json.dumps(trace_events(self.picture, self.step, self.curve(), about)))
+        Path(path).write_text(json.dumps(trace_events(self.costed, self.step, self.curve(), about)))
 
     def curve(self) -> Curve:
         """Memory of a rank over the modelled step: of the compiled call, else at most what the plan keeps."""
-        return curve(self.picture, self.step, None if self.predict is None else self.memory())
+        return curve(self.costed, self.step, None if self.predict is None else self.memory())
 
     def page_data(self) -> dict[str, Any]:
         """What the page holds: its tables are of folded layers."""
@@ -201,9 +201,9 @@ class Report:
 
     def _drawn(self) -> dict[str, Any]:
         empty = {"parts": [], "total_us": 0.0, "exposed_us": 0.0, "send_us": 0.0}
-        if self.picture is None:
+        if self.costed is None:
             return {"regions": [], "nodes": [], "edges": [], "memory": {}, "step": empty, "curve": None}
-        return picture_data(self.picture, self.step) | {"curve": asdict(self.curve())}
+        return drawn_data(self.costed, self.step) | {"curve": asdict(self.curve())}
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
         sent = [f"{k}: {n} x, {bytes_text(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
@@ -222,8 +222,8 @@ class Report:
             if step.host_us > 0.005 * step.total_us:
                 waits += f", {time_text(step.host_us)} waiting for launches of kernels"
             yield "A step by the cost model", [f"{total}: {computing} computing, {waits}"]
-            kept = sum(self.picture.regions[n.region].times * n.kept for n in self.picture.nodes)
-            held = self.picture.memory | ({"kept for backward, at most": kept} if kept else {})
+            kept = sum(self.costed.regions[n.region].times * n.kept for n in self.costed.nodes)
+            held = self.costed.memory | ({"kept for backward, at most": kept} if kept else {})
             yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in held.items()]
         yield "Measured, one step", [str(m) for m in self.measured]
         yield "Stored whole on every rank", texts

@@ -50,10 +50,10 @@ def stages_from(report: Report, names: Sequence[str]) -> list[Stage]:
 
 def _places(report: Report) -> list[tuple[tuple[str, ...], float]]:
     """The parts of a model in order: their modules, and their time."""
-    if report.picture is None:
+    if report.costed is None:
         raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
-    us = us_of(report.picture, report.step)
-    return [(modules, sum(us[region] for region in regions)) for modules, regions in places(report.picture)]
+    us = us_of(report.costed, report.step)
+    return [(modules, sum(us[region] for region in regions)) for modules, regions in places(report.costed)]
 
 
 def _stages(places: list[tuple[tuple[str, ...], float]], begins: Sequence[int]) -> list[Stage]:

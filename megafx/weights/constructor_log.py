@@ -1,7 +1,7 @@
 """Record what a model's constructor computes, and replay it to fill shards.
 
 Recording: the constructor runs on fake tensors, without memory and without drawing. Every operation on tensors becomes a
-`Step`, whatever code calls it. Where the constructor reads the value of a tensor (torch's `trunc_normal_` does, to redraw
+`LogEntry`, whatever code calls it. Where the constructor reads the value of a tensor (torch's `trunc_normal_` does, to redraw
 what is out of range), the steps that the value depends on run right then, and draw what the replay will draw.
 
 Replay: the steps run with memory for little more than one tensor, allocated when a step writes it and freed after the last
@@ -47,7 +47,7 @@ class Ref:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class LogEntry:
     """Operation `number` of the log. Tensors in args and kwargs are Refs; those made before the constructor ran are real.
 
     reads, writes: storages; overwrites: those written completely, without being read. generator: what it draws from;
@@ -73,14 +73,14 @@ class Log:
     refs: name -> parameter or buffer of the model, aliases included; real tensors are stored as they are.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[LogEntry] = field(default_factory=list)
     memories: dict[Storage, tuple[int, torch.device]] = field(default_factory=dict)
     final: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     refs: dict[str, Ref | torch.Tensor] = field(default_factory=dict)
 
 
 Deliver = Callable[[Storage, torch.UntypedStorage], None]
-Run = Callable[[Step, Any, Any], Any]
+Run = Callable[[LogEntry, Any, Any], Any]
 
 
 def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         generator = self._generator(func, kwargs, outputs)
         seeded = None if generator is None else self._seeded(generator)
         memories = frozenset(reads), frozenset(written | made), frozenset(whole | made)
-        step = Step(len(self.log.steps), func, given[0], given[1], outputs, *memories, generator, seeded)
+        step = LogEntry(len(self.log.steps), func, given[0], given[1], outputs, *memories, generator, seeded)
         if step.writes or generator is not None:
             self.log.steps.append(step)
         return out
@@ -252,7 +252,7 @@ class _Values:
         (value,) = found
         return value
 
-    def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _draw(self, step: LogEntry, args: Any, kwargs: Any) -> Any:
         if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         known = step.number in self.states
@@ -272,12 +272,12 @@ class Schedule:
     """order: the steps to run. delivers: step number -> storages that have their final value after it; frees: step number ->
     storages that nothing needs after it."""
 
-    order: list[Step]
+    order: list[LogEntry]
     delivers: dict[int, set[Storage]]
     frees: dict[int, set[Storage]]
 
 
-def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[[Step], bool]) -> Schedule:
+def schedule(steps: Sequence[LogEntry], wanted: Collection[Storage], keep: Callable[[LogEntry], bool]) -> Schedule:
     """The steps that the final values of `wanted` need. keep: whether a draw runs although nothing needs its result."""
     live: set[Storage] = set()
     pending = set(wanted)
@@ -294,7 +294,7 @@ def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[
     return Schedule(order[::-1], delivers, frees)
 
 
-def draw_in_order(step: Step, args: Any, kwargs: Any) -> Any:
+def draw_in_order(step: LogEntry, args: Any, kwargs: Any) -> Any:
     """Run one step; its generator is set first where the constructor set it."""
     if step.generator is not None and step.seeded is not None:
         step.generator.set_state(step.seeded)

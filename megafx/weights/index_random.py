@@ -21,7 +21,7 @@ import torch
 
 from megafx.kernels.common.philox import KEY_STEPS, MASK, philox4x32
 from megafx.placements.slices import ShardSlice
-from megafx.weights.constructor_log import Log, Ref, Step, Storage, schedule
+from megafx.weights.constructor_log import Log, LogEntry, Ref, Storage, schedule
 from megafx.weights.state import Stored
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ class IndexRandom:
     def __init__(self, seed: int) -> None:
         self.key = (seed & MASK, (seed >> 32) & MASK)
 
-    def run(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def run(self, step: LogEntry, args: Any, kwargs: Any) -> Any:
         """Run a step of the log: `normal_` and `uniform_` by index, other draws with the generator seeded for the step."""
         if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
@@ -64,7 +64,7 @@ class IndexRandom:
         return done
 
     @torch.no_grad()
-    def _fill(self, out: torch.Tensor, box: ShardSlice, step: Step, shape: Sequence[int]) -> None:
+    def _fill(self, out: torch.Tensor, box: ShardSlice, step: LogEntry, shape: Sequence[int]) -> None:
         """Draw the box of a tensor of `shape` into its place in `out`."""
         first, second = (*step.args[1:], *_FILLS[step.func][len(step.args) - 1 :])[:2]
         target = out[box.local]
@@ -80,7 +80,7 @@ class IndexRandom:
         target.copy_(values.view(box.sizes))
 
     def _draw(
-        self, starts: torch.Tensor, length: int, step: Step, first: float, second: float, dtype: torch.dtype
+        self, starts: torch.Tensor, length: int, step: LogEntry, first: float, second: float, dtype: torch.dtype
     ) -> torch.Tensor:
         """[rows] first indices -> [rows, length] values, in fp64 for an fp64 tensor, else in fp32."""
         groups = (starts >> 2).unsqueeze(1) + torch.arange(length // 4 + 2, device=starts.device)

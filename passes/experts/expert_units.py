@@ -148,7 +148,7 @@ class RowValue(NamedTuple):
 
 
 @dataclass
-class Found:
+class ExpertMlp:
     """What grouped_mlp takes. firsts: the products before; nodes: the ops between, in order; unit: the same as text."""
 
     firsts: list[Product]
@@ -159,7 +159,7 @@ class Found:
     cut: bool = True  # whether the result could be cut along the elements of a row (the experts' ffn)
 
 
-def find_unit(program: Program, products: Sequence[Product], last: Product) -> Found | None:
+def find_unit(program: Program, products: Sequence[Product], last: Product) -> ExpertMlp | None:
     """The ops between earlier products and this one; None where there is no earlier product. Raises NotByRow."""
     firsts, nodes = _between(products, last)
     if not firsts:
@@ -204,13 +204,13 @@ class _Reader:
     def __init__(self, program: Program, last: Product, firsts: list[Product], nodes: list[fx.Node]) -> None:
         self.program, self.last = program, last
         self.every = set(program.graph.nodes)
-        self.found = Found(firsts, nodes, "")
+        self.found = ExpertMlp(firsts, nodes, "")
         self.names = {first.node: f"h{i}" for i, first in enumerate(firsts)}
         self.inside = {*self.names, *nodes}
         self.count = self._rows(firsts[0].node)
         self.repeated: dict[tuple[fx.Node, int], str] = {}  # names of values that all rows share, by dims
 
-    def read(self) -> Found:
+    def read(self) -> ExpertMlp:
         for node in self.found.nodes:
             self._check(node)
         self.found.unit = write(self.found.nodes, self._arguments, self._name_of) if self.found.nodes else "h0"

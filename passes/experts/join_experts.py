@@ -27,7 +27,7 @@ from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
 from megafx.passes.experts import expert_units as units
-from megafx.passes.experts.expert_units import Found, NotByRow, Product, RowValue
+from megafx.passes.experts.expert_units import ExpertMlp, NotByRow, Product, RowValue
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
@@ -124,7 +124,7 @@ class _Joining:
 
     # -- the op
 
-    def _replace(self, last: Product, found: Found) -> None:
+    def _replace(self, last: Product, found: ExpertMlp) -> None:
         add, bias = self._bias(last)
         where = add or last.node
         emit = Builder(self.program, where, last.node, NAME)

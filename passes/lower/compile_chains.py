@@ -98,7 +98,7 @@ def _shows(node: fx.Node) -> bool:
 
 
 @dataclass
-class Found:
+class ConnectedOps:
     """A chain. nodes: connected ops, in order; inside: those of them that the function computes. The others are views."""
 
     nodes: list[fx.Node]
@@ -108,10 +108,10 @@ class Found:
         return [n for n in self.nodes if is_work(n)]
 
 
-def chains_of(graph: fx.Graph) -> list[Found]:
+def chains_of(graph: fx.Graph) -> list[ConnectedOps]:
     """Connected ops of uninterrupted runs, at least two of them `is_work`. Sizes computed from values before the run do not
     interrupt it."""
-    found: list[Found] = []
+    found: list[ConnectedOps] = []
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (is_work(node) or _shows(node)):
@@ -122,7 +122,7 @@ def chains_of(graph: fx.Graph) -> list[Found]:
     return [*found, *_connected(run)]
 
 
-def _connected(run: dict[fx.Node, None]) -> list[Found]:
+def _connected(run: dict[fx.Node, None]) -> list[ConnectedOps]:
     """The parts of a run that share values or operands, each in order."""
     root: dict[fx.Node, fx.Node] = {}
 
@@ -151,14 +151,14 @@ def _connected(run: dict[fx.Node, None]) -> list[Found]:
         whole = all(u in inside for n in several for u in n.users)
         known = all(isinstance(x.meta.get(VAL), (torch.Tensor, torch.SymInt)) for x in given)
         if whole and known and sum(is_work(n) and n.target is not operator.getitem for n in inside) > 1:
-            found.append(Found(part, inside))
+            found.append(ConnectedOps(part, inside))
     return found
 
 
 # -- what they save
 
 
-def _saved(program: Program, planner: Planner, chain: Found) -> float:
+def _saved(program: Program, planner: Planner, chain: ConnectedOps) -> float:
     """Seconds that one kernel saves over the ops one by one."""
     working, inside = chain.working(), chain.inside
     apart = sum(program.sizes.bytes(x.meta.get(VAL)) for n in working for x in (n, *n.all_input_nodes))
@@ -181,7 +181,7 @@ def with_chains(program: Program, gm: fx.GraphModule) -> fx.GraphModule:
     return graph_module(gm, graph)
 
 
-def _replace(program: Program, graph: fx.Graph, chain: Found) -> None:
+def _replace(program: Program, graph: fx.Graph, chain: ConnectedOps) -> None:
     inside, end = chain.inside, chain.nodes[-1]
     staying: dict[fx.Node, None] = {}  # views that are read outside: a call returns none
     for node in reversed(chain.nodes):

@@ -59,7 +59,7 @@ def whole(node: fx.Node) -> fx.Node:
 
 
 @dataclass(order=True)
-class Step:
+class Drop:
     """Values of one op, dropped together. price: seconds per byte freed; gain: bytes freed.
 
     cone: the nodes recomputed for them; instead: values that are kept as inputs of the cone; copied: whether copies of the cone
@@ -150,11 +150,11 @@ class Spender:
     def _chunk(self, node: fx.Node, size: int) -> int:
         return self.layer.get(node, -1) // size if size else 0
 
-    def _next(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Step | None:
+    def _next(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Drop | None:
         """The cheapest step inside of a chunk."""
         return min(self._steps(makers, chunk, size), key=lambda step: step.price, default=None)
 
-    def _steps(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Iterator[Step]:
+    def _steps(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Iterator[Drop]:
         for maker in list(makers):
             here = [n for n in (maker, *maker.users) if n in self.kept.saved and n not in self.away]
             values = [n for n in here if whole(n) is maker]
@@ -164,7 +164,7 @@ class Spender:
             elif step is not None:
                 yield step
 
-    def _step(self, values: list[fx.Node], chunk: int, size: int) -> Step | None:
+    def _step(self, values: list[fx.Node], chunk: int, size: int) -> Drop | None:
         readers = [reader for v in values for reader in self._readers(v)]
         copied = size != 1 and self.count > 1 and not any(r.op == "output" for r in readers)
         cone, instead = self._cone(values, chunk, size, copied)
@@ -173,7 +173,7 @@ class Spender:
         gain = total_bytes(self.program, values) - total_bytes(self.program, instead)
         if gain <= 0 or not cone:
             return None
-        return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead, copied, gain)
+        return Drop(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead, copied, gain)
 
     def _from_inputs(self, cone: list[fx.Node], instead: list[fx.Node]) -> bool:
         """Whether nothing else is needed for the cone (an embedding): then readers may be in any layer."""
@@ -214,7 +214,7 @@ class Spender:
                 instead[node] = None
         return list(cone), list(instead)
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: Drop) -> None:
         kept = self.kept
         for value in step.values:
             kept.saved.pop(value, None)
@@ -227,7 +227,7 @@ class Spender:
         self.dropped += made
         self.total -= total_bytes(self.program, step.values) - total_bytes(self.program, step.instead)
 
-    def _copy(self, step: Step) -> list[fx.Node]:
+    def _copy(self, step: Drop) -> list[fx.Node]:
         """Copies of the cone, and `megafx.again` of each value and its copy, which all read instead of the value."""
         graph, cone, made = self.program.graph, {*step.cone}, []
         copies: dict[fx.Node, fx.Node] = {}

@@ -55,7 +55,7 @@ def test_the_timeline_has_groups_of_a_rank(t: int, override: str) -> None:
     model = Model(as_transformers).to(torch.bfloat16)
     config = megafx.Config(tensor_model_parallel_size=t, hardware="h100-nvlink", **options)
     report = megafx.explain(megafx.plan(model, config, example_inputs=bf16()))
-    found = [n.us for n in report.picture.nodes if n.label.startswith("grouped_")]
+    found = [n.us for n in report.costed.nodes if n.label.startswith("grouped_")]
     ffn = -(-FFN // t)
     want = [
         grouped_seconds(EXPERTS, ROWS, 2 * ffn, HIDDEN, "bfloat16", 2, H100),

@@ -103,8 +103,8 @@ def test_cuda_graphs_pay_where_the_device_waits_for_the_host() -> None:
 def test_copies_of_gradients_count_against_cuda_graphs() -> None:
     slow = replace(HW, launch_seconds=1e-5, memory_bytes_per_second=1e6 * MiB)
     region, memory = Region("all", 1, False, [0]), {"gradients": 10 * MiB}
-    picture = CostedGraph([region], [product(1.0)], [], memory, None, 0.0, False, [], slow, 1, False)
-    found = timeline(picture)
+    costed = CostedGraph([region], [product(1.0)], [], memory, None, 0.0, False, [], slow, 1, False)
+    found = timeline(costed)
     assert (found.total_us, found.graphs_us) == (11.0, 1.0 + 20.0) and not graphs_pay(found, slow)[0]
 
 

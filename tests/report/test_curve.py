@@ -11,7 +11,7 @@ from megafx.report.curve import SHOWN, curve
 HW = Hardware("made", {"bfloat16": 1e12}, 1e12, 1e9, 0.0, "made")
 
 
-def picture() -> CostedGraph:
+def costed() -> CostedGraph:
     """Two kinds of layers that alternate, each of two ops of 10 us (of the second kind: 20 us), then a head of 5 us."""
     nodes = [
         CostedOp(f"n{i}", i // 2, "abcd"[i], "I", "op", us=10.0 * (1 + i // 2), back_us=10.0, kept=100)
@@ -24,16 +24,16 @@ def picture() -> CostedGraph:
 
 
 def test_layers_that_alternate_run_in_their_order() -> None:
-    found = runs(picture(), timeline(picture()))
+    found = runs(costed(), timeline(costed()))
     forward = [(run.name, run.start) for run in found if run.part.direction == "forward"]
     assert forward == [("l.0", 0.0), ("l.1", 20.0), ("l.2", 60.0), ("l.3", 80.0), ("after", 120.0)]
     backward = [(run.name, run.start) for run in found if run.part.direction == "backward"]
     assert backward[0] == ("after", 125.0) and [name for name, _ in backward[1:5]] == ["l.3", "l.2", "l.1", "l.0"]
-    assert found[-1].start + found[-1].part.us == timeline(picture()).total_us
+    assert found[-1].start + found[-1].part.us == timeline(costed()).total_us
 
 
 def test_what_a_plan_keeps_rises_op_by_op_and_falls_again() -> None:
-    found = curve(picture(), timeline(picture()), None)
+    found = curve(costed(), timeline(costed()), None)
     assert found.points[:4] == [(0.0, 0), (10.0, 100), (20.0, 200), (40.0, 300)]
     assert max(size for _, size in found.points) == 800 and found.peak == 1800 and not found.predicted
     assert found.points[-2:] == [(210.0, 0), (217.0, 0)]
@@ -48,7 +48,7 @@ def test_nodes_are_at_the_times_of_their_modules() -> None:
     """Also of modules inside of those; one that passes moved far is between its neighbours, as is one of no module."""
     modules = ["l.0.a", "l.0.b.inner", "l.3.d", "", "l.1.c", "l.1.c", "l.2", "l.3.d", "head", "elsewhere"]
     points = [Point(f"p{k}", module, 100 + k, 0, 40) for k, module in enumerate(modules)]
-    found = curve(picture(), timeline(picture()), memory(points))
+    found = curve(costed(), timeline(costed()), memory(points))
     sizes = {point[0]: point[1:] for point in found.points}
     assert found.kinds == ["kept for backward", "gradients", "working memory"] and found.predicted
     assert found.held == {"parameters": 1000, "optimizer state": 2000, "inputs, workspace of cuBLAS": 11}
@@ -61,5 +61,5 @@ def test_nodes_are_at_the_times_of_their_modules() -> None:
 
 def test_a_long_curve_keeps_its_peaks() -> None:
     points = [Point(f"p{k}", "", 10**6 if k == 4321 else k, 0, 0) for k in range(10_000)]
-    found = curve(picture(), timeline(picture()), memory(points))
+    found = curve(costed(), timeline(costed()), memory(points))
     assert len(found.points) <= 2 * SHOWN + 1 and found.peak == 3011 + 10**6

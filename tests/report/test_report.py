@@ -1,4 +1,4 @@
-"""Covers: report/ (picture.py, steps.py, trace.py, curve.py, alternatives.py, page.py and its scripts), and planner/problem.py
+"""Covers: report/ (report.py, exports.py, curve.py, alternatives.py, page.py and its scripts), and planner/problem.py
 (`Neighbourhood`)."""
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ def toy(t: int = 2, **options: Any) -> tuple[Plan, Planner]:
     return plan_only(program, planner), planner
 
 
-# -- the picture
+# -- the costed graph
 
 
 @pytest.mark.parametrize("name", ["llama-8b", "llama-405b", "gpt2"])
-def test_the_picture_is_the_plan(name: str) -> None:
+def test_the_costed_graph_is_the_plan(name: str) -> None:
     """Every op that is drawn is placed as the plan says, and all collectives are there with their bytes."""
     plan, report = made(name)
-    picture = report.picture
-    layers = [r for r in picture.regions if r.layer]
+    costed = report.costed
+    layers = [r for r in costed.regions if r.layer]
     assert [r.times for r in layers] == [SHAPES[name][1].get("num_hidden_layers", SHAPES[name][1].get("n_layer"))]
     sent: dict[str, list[int]] = {}
-    for node in picture.nodes:
-        times = picture.regions[node.region].times
+    for node in costed.nodes:
+        times = costed.regions[node.region].times
         for move in (node.move, node.inner):
             pairs = () if move is None else (("forward", move.forward), ("backward", move.backward))
             for direction, collective in pairs:
@@ -97,18 +97,18 @@ def test_the_picture_is_the_plan(name: str) -> None:
             choice = plan.ops[node.name]
             assert node.out == choice.out.kind
             assert node.placements.count("->") == 1 and node.source
-    if picture.gradients is not None:
+    if costed.gradients is not None:
         wanted = report.collectives().get("backward all_reduce", (0, 0))
         of_params = [m for r in report.rows if r.op == "parameter" for m in r.transitions]
-        assert picture.gradients.backward_bytes == sum(m.backward_bytes for m in of_params)
+        assert costed.gradients.backward_bytes == sum(m.backward_bytes for m in of_params)
         total = sent.setdefault("backward all_reduce", [0, 0])
-        total[0], total[1] = total[0] + len(of_params), total[1] + picture.gradients.backward_bytes
+        total[0], total[1] = total[0] + len(of_params), total[1] + costed.gradients.backward_bytes
         assert tuple(total) == wanted
     assert {what: tuple(total) for what, total in sent.items()} == report.collectives()
-    assert all(a < b for a, b in picture.edges) and len(set(picture.edges)) == len(picture.edges)
-    reached = {b for _, b in picture.edges}
-    for number, node in enumerate(picture.nodes):  # but views of weights
-        assert number in reached or not picture.regions[node.region].layer or not node.us, node
+    assert all(a < b for a, b in costed.edges) and len(set(costed.edges)) == len(costed.edges)
+    reached = {b for _, b in costed.edges}
+    for number, node in enumerate(costed.nodes):  # but views of weights
+        assert number in reached or not costed.regions[node.region].layer or not node.us, node
 
 
 def test_memory_is_that_of_a_rank() -> None:
@@ -120,9 +120,9 @@ def test_memory_is_that_of_a_rank() -> None:
         if placement.is_shard:
             sizes[placement.dim] = placement.cut.local_size(2)
         held += 8 * int(np.prod(sizes))
-    kept = sum(report.picture.regions[n.region].times * n.kept for n in report.picture.nodes)
+    kept = sum(report.costed.regions[n.region].times * n.kept for n in report.costed.nodes)
     assert kept and f"kept for backward, at most: {bytes_text(kept)}" in str(report)
-    assert report.picture.memory == {"parameters": held, "gradients": held, "AdamW's moments": 2 * held}
+    assert report.costed.memory == {"parameters": held, "gradients": held, "AdamW's moments": 2 * held}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -135,13 +135,13 @@ def test_what_backward_keeps_is_at_most_what_is_said(sequence_parallel: bool) ->
     assert parts.partition is not None
     saved = sum(saved_bytes(parts.partition, parts.sizes).values())
     report = megafx.explain(plan)
-    picture = report.picture
-    told = sum(picture.regions[n.region].times * n.kept for n in picture.nodes)
+    costed = report.costed
+    told = sum(costed.regions[n.region].times * n.kept for n in costed.nodes)
     assert saved <= told <= 2 * saved, (saved, told)
-    planned = curve(picture, report.step, None)
+    planned = curve(costed, report.step, None)
     assert planned.peak == sum(planned.held.values()) + told and planned.points[-1][1] == 0, "all of it is read"
     memory = compiled.memory()
-    found = curve(picture, report.step, memory)
+    found = curve(costed, report.step, memory)
     assert found.peak == memory.peak and all(size >= 0 for point in found.points for size in point)
     assert found.points[-1][1:] == (0, memory.gradients, memory.step)
     most = {kind: max(point[1 + k] for point in found.points) for k, kind in enumerate(found.kinds)}
@@ -176,7 +176,7 @@ def test_a_trace_is_the_modelled_step(name: str, tmp_path: Path) -> None:
     for track, own in tracks.items():
         for before, after in itertools.pairwise(own):
             assert before["ts"] + before["dur"] <= after["ts"] + 2e-2, (track, before, after)
-    layer = report.picture.order[2][0][0]
+    layer = report.costed.order[2][0][0]
     (third,) = [e for e in tracks["parts of the step"] if e["name"] == f"forward {layer}"]
     own = [e for e in events if e["ph"] == "X" and third["ts"] <= e["ts"] < third["ts"] + third["dur"] - 2e-2]
     assert all(layer in e["name"] for e in own) and len(own) > 10
@@ -197,11 +197,11 @@ def test_a_report_without_a_graph_has_no_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "t"), [("llama-8b", 8), ("gpt2", 8), ("gpt2", 1)])
 def test_a_step_adds_up(name: str, t: int) -> None:
     report = made(name, t)[1]
-    picture, step = report.picture, report.step
+    costed, step = report.costed, report.step
     assert step.total_us == pytest.approx(step.compute_us + step.exposed_us + step.host_us, abs=0.1)
     assert step.exposed_us <= step.send_us + 1e-3
-    alone = sum(picture.regions[n.region].times * (n.us + n.back_us + n.weight_us) for n in picture.nodes)
-    assert alone + picture.optimizer_us <= step.compute_us * (1 + 1e-6) <= 1.25 * (alone + picture.optimizer_us)
+    alone = sum(costed.regions[n.region].times * (n.us + n.back_us + n.weight_us) for n in costed.nodes)
+    assert alone + costed.optimizer_us <= step.compute_us * (1 + 1e-6) <= 1.25 * (alone + costed.optimizer_us)
     assert (step.send_us > 0) == (t > 1)
     for lanes in (("compute", "wait"), ("send",)):
         ends = 0.0
@@ -241,7 +241,7 @@ def test_an_alternative_costs_what_a_plan_with_it_costs() -> None:
             tables.append(Table((("op", other),), cost))
         return solve(problem.sizes_of_domains, [*problem.tables, *tables]).cost
 
-    names = {n.name for n in megafx.explain(plan).picture.nodes if n.has_weight}
+    names = {n.name for n in megafx.explain(plan).costed.nodes if n.has_weight}
     for node in [n for n in chosen if n.name in names][:3]:
         now, best = around.cost(node, chosen[node])[0], solved(node, chosen[node])
         for index in range(len(problem.domains[node])):
@@ -252,8 +252,8 @@ def test_an_alternative_costs_what_a_plan_with_it_costs() -> None:
 
 
 def test_alternatives_are_told_with_their_collectives() -> None:
-    picture = made("llama-8b")[1].picture
-    (down,) = [n for n in picture.nodes if n.module == "mlp.gate_proj"]
+    costed = made("llama-8b")[1].costed
+    (down,) = [n for n in costed.nodes if n.module == "mlp.gate_proj"]
     told = [a for a in down.alternatives if re.match(r"row-parallel \(S\d, S1 -> P\) here would cost \+", a)]
     assert len(told) == 1 and "1 more reduce_scatter of 196.0 MiB" in told[0], down.alternatives
     assert any("a matmul weight is sharded where it can be" in text for text in down.why)
@@ -324,20 +324,20 @@ def in_a_browser(browser: str, path: Path, folder: Path, width: int = 1500) -> d
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_browser_draws_every_level(name: str, browser: str, pages: Callable[[str], Path], tmp_path: Path) -> None:
     """It opens fast and throws nothing, nothing lies over another thing, and every box can be opened and hovered over."""
-    found, picture = in_a_browser(browser, pages(name), tmp_path), made(name)[1].picture
+    found, costed = in_a_browser(browser, pages(name), tmp_path), made(name)[1].costed
     assert not found["errors"] and not found["wrong"], (found["errors"], found["wrong"])
     assert found["opened"] < 2000, "milliseconds until the page is drawn"
     whole = found["levels"][0]
-    assert whole["pills"] == sum(n.move is not None for n in picture.nodes) and whole["edges"] >= whole["boxes"] - 3
-    assert whole["back"] == sum(n.move is not None and not n.move.forward_bytes for n in picture.nodes), "not forward's"
-    assert len(found["levels"]) > 2 * len(picture.regions)
+    assert whole["pills"] == sum(n.move is not None for n in costed.nodes) and whole["edges"] >= whole["boxes"] - 3
+    assert whole["back"] == sum(n.move is not None and not n.move.forward_bytes for n in costed.nodes), "not forward's"
+    assert len(found["levels"]) > 2 * len(costed.regions)
     first, zoomed, fitted = found["zoomed"]
     assert zoomed == pytest.approx(1.25 * first, rel=0.01) and fitted == first
     told = "\n".join(found["details"])
-    shown = [n for n in picture.nodes if n.has_weight]
+    shown = [n for n in costed.nodes if n.has_weight]
     assert all(n.weight in told and n.source.split("site-packages/")[-1] in told for n in shown)
     assert all(a in told for n in shown for a in n.alternatives)
-    for move in [n.move for n in picture.nodes if n.move is not None]:
+    for move in [n.move for n in costed.nodes if n.move is not None]:
         assert not move.forward_bytes or f"forward {move.forward}" in told
     assert len(found["steps"]) == len([p for p in made(name)[1].step.parts if p.us > 0])
     assert any("waits for" in tip for tip in found["tips"]) and any("optimizer" in tip for tip in found["tips"])
@@ -351,7 +351,7 @@ def test_a_browser_draws_every_level(name: str, browser: str, pages: Callable[[s
     assert keys["walked"] == keys["boxes"] and keys["back"] and keys["down"] == 1 and keys["none"] == 0
     assert keys["field"] == "search" and keys["help"] and keys["up"].strip().startswith("whole model")
     assert found["results"] > 3, "modules and ops of attention"
-    assert found["nothing"] == ["nothing is called that"] and len(found["links"]) == -(-len(picture.nodes) // 5)
+    assert found["nothing"] == ["nothing is called that"] and len(found["links"]) == -(-len(costed.nodes) // 5)
     assert name == "t5" or any(".mlp" in text for text in found["layer"]), "a layer by its number"
     assert "by a rank in" in found["headline"] and "sequence_parallel" in found["facts"]
 
@@ -417,7 +417,7 @@ def test_a_plan_is_priced_in_the_dtype_that_is_asked_for() -> None:
     for dtype in (None, "bf16"):
         inputs = batch if dtype is None else batch.bfloat16()
         plan = megafx.plan(model, config.replace(params_dtype=dtype), example_inputs=inputs)
-        sizes[dtype] = megafx.explain(plan).picture.memory["parameters"]
+        sizes[dtype] = megafx.explain(plan).costed.memory["parameters"]
     assert sizes[None] == 2 * sizes["bf16"]
     assert model[0].weight.dtype == model[1].running_mean.dtype == torch.float32
 
@@ -433,8 +433,8 @@ class Scaled(torch.nn.Module):
         return (self.down(self.up(2 * x).relu()) - self.down(self.up(y).relu())).square().sum()
 
 
-def _backward_all_reduces(picture: CostedGraph) -> int:
-    return sum(n.move is not None and n.move.backward == "all_reduce" for n in picture.nodes)
+def _backward_all_reduces(costed: CostedGraph) -> int:
+    return sum(n.move is not None and n.move.backward == "all_reduce" for n in costed.nodes)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -451,7 +451,7 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     planner = Planner(config, 2, hardware, wants_grad=lambda spec: spec.kind == "param" or spec.name in names)
     runs = communication(compile_program(program.copy(), planner).program, 2)
     backward = [c for c in runs if c.direction == "backward"]
-    assert len(backward) == _backward_all_reduces(report.picture) == sum(wanted)
+    assert len(backward) == _backward_all_reduces(report.costed) == sum(wanted)
     assert all(c.collective == "all_reduce" for c in backward)
     told = [m for row in report.rows for m in row.transitions if m.backward == "all_reduce"]
     assert len(told) == wanted[0], "2 * x, which is an op"
@@ -461,7 +461,7 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     call, settled = Call.of(inputs, {}), Settled()
     settle(call, lambda training: program.copy(), Planner(config, 2, hardware), settled)
     assert settled.plan is not None and settled.plan.report is not None
-    assert _backward_all_reduces(settled.plan.report.picture) == sum(wanted)
+    assert _backward_all_reduces(settled.plan.report.costed) == sum(wanted)
     assert settled.plan.cost_us == plan.cost_us
 
 
@@ -501,13 +501,13 @@ def test_what_is_data_is_free_to_be_sliced() -> None:
 @pytest.mark.parametrize("name", ["llama-8b"])
 def test_the_graph_for_model_explorer(name: str) -> None:
     """Its classes GraphCollection, Graph, GraphNode, IncomingEdge and KeyValue: these fields, of these types."""
-    picture = made(name)[1].picture
-    (graph,) = graph_collection(picture, name)["graphs"]
-    assert len(graph["nodes"]) == len(picture.nodes)
+    costed = made(name)[1].costed
+    (graph,) = graph_collection(costed, name)["graphs"]
+    assert len(graph["nodes"]) == len(costed.nodes)
     ids = {node["id"] for node in graph["nodes"]}
     edges = [(e["sourceNodeId"], node["id"]) for node in graph["nodes"] for e in node["incomingEdges"]]
-    assert sorted(edges) == sorted((str(a), str(b)) for a, b in picture.edges) and {a for a, _ in edges} <= ids
-    for node, drawn in zip(graph["nodes"], picture.nodes, strict=True):
+    assert sorted(edges) == sorted((str(a), str(b)) for a, b in costed.edges) and {a for a, _ in edges} <= ids
+    for node, drawn in zip(graph["nodes"], costed.nodes, strict=True):
         assert set(node) == {"id", "label", "namespace", "attrs", "incomingEdges", "style"}
         assert all(isinstance(a["value"], str) for a in node["attrs"])
         attributes = {a["key"]: a["value"] for a in node["attrs"]}

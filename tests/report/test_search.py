@@ -20,19 +20,19 @@ from megafx.planner.hardware import PROFILES
 from megafx.planner.pipeline_step import Split, balanced, share_of, under_way
 from megafx.report.stages import pipeline_stages
 from megafx.units import bytes_text
-from megafx.what_if import TWINS, Candidate, Found
+from megafx.what_if import TWINS, Candidate, SearchResult
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)
 LARGE = 2**50, (2**16,)  # so much work that forms of data parallelism take about the same time
 
 
 @cache
-def found(memory: int = 2**30, batches: tuple[int, ...] = (1, 4), shown: int = 1000) -> Found:
+def found(memory: int = 2**30, batches: tuple[int, ...] = (1, 4), shown: int = 1000) -> SearchResult:
     model, inputs = zoo.build("nanogpt", layers=2)
     return megafx.search(model, 4, memory, CONFIG, example_inputs=inputs(2, 16), batches=batches, shown=shown)
 
 
-def every(tried: Found) -> list[Candidate]:
+def every(tried: SearchResult) -> list[Candidate]:
     """Twins too."""
     return [c for row in tried.best for c in (row, *row.twins)]
 
@@ -67,10 +67,10 @@ def test_a_layout_is_priced_as_its_plan(t: int, sequence: bool, batch: int) -> N
         if c.config.tensor_model_parallel_size == t and c.config.sequence_parallel == sequence
         and c.config.micro_batch_size == batch and c.config.data_parallel == "ddp"
     ]  # fmt: skip
-    step, picture = report.step, report.picture
+    step, costed = report.step, report.costed
     assert same.parts["tensor-parallel collectives"] == pytest.approx(step.exposed_us)
     assert same.parts["computing"] + same.parts["the optimizer"] == pytest.approx(step.compute_us + step.host_us)
-    assert same.memory["parameters"] == picture.memory["parameters"] and same.rows == batch * 4 // t
+    assert same.memory["parameters"] == costed.memory["parameters"] and same.rows == batch * 4 // t
     if t == 4:
         assert same.step_us == pytest.approx(step.total_us)
 
@@ -119,7 +119,7 @@ def test_a_row_and_the_json_tell_of_its_twins() -> None:
         for twin, of in zip(told["twins"], c.twins, strict=True):
             assert megafx.Config.from_dict(twin["config"]) == of.config
             assert (twin["bytes"], twin["slower"]) == (of.bytes, of.slower_than(c))
-    alone = Found(4, 2**30, tried.tried, [replace(c, twins=()) for c in tried.best])
+    alone = SearchResult(4, 2**30, tried.tried, [replace(c, twins=()) for c in tried.best])
     assert "slower than its row" not in str(alone)
 
 
@@ -197,7 +197,7 @@ def test_an_axis_is_priced_by_its_place_in_the_mesh(tmp_path: Path) -> None:
         ).report
         for hosts, profile in profiles.items()
     }
-    moves = {hosts: [n.move for n in r.picture.nodes if n.move is not None] for hosts, r in reports.items()}
+    moves = {hosts: [n.move for n in r.costed.nodes if n.move is not None] for hosts, r in reports.items()}
     for one, two, unknown in zip(moves["one"], moves["two"], moves["unknown"], strict=True):
         assert (one.axis, one.ranks, one.inner) == (two.axis, 2, 1 if one.axis == "tp" else 2)
         assert (two.cost_us > one.cost_us + 900) == (one.axis == "cp") and unknown.cost_us == one.cost_us
@@ -267,7 +267,7 @@ def test_sequences_are_cut_where_they_are_long() -> None:
     exposed = one.parts["context-parallel collectives"] + one.parts["tensor-parallel collectives"]
     assert exposed == pytest.approx(step.exposed_us) and step.exposed_by_axis["cp"] > 0
     fsdp = next(c for c in two_by_two if c.config == one.config.replace(data_parallel="fsdp"))
-    assert fsdp.memory["gradients"] == plan.report.picture.memory["gradients"] // 2, "ranks of a sequence hold shards"
+    assert fsdp.memory["gradients"] == plan.report.costed.memory["gradients"] // 2, "ranks of a sequence hold shards"
     given = megafx.search(model, 4, "80GiB", CONFIG.replace(context_parallel_size=4), batches=(1,), **example)
     assert {c.config.context_parallel_size for c in every(given)} == {4}, "a number that is asked for"
 
@@ -300,7 +300,7 @@ def test_beyond_one_host_pipelines_are_tried() -> None:
     assert two.parts["messages between stages"] == pytest.approx(2 * one.parts["messages between stages"])
     text = "stages=4, microbatches=8, schedule='Interleaved1F1B')"
     assert two.text().startswith("megafx.pipeline(model, megafx.Config(") and two.text().endswith(text)
-    assert two.to_dict()["stages"] == 4 and " 2x2 " in str(Found(16, 2**40, 1, [two]))
+    assert two.to_dict()["stages"] == 4 and " 2x2 " in str(SearchResult(16, 2**40, 1, [two]))
 
 
 def test_a_global_batch_is_shared_out_in_micro_batches() -> None:
@@ -322,16 +322,16 @@ def test_the_busiest_rank_of_a_pipeline() -> None:
     plan = megafx.plan(
         Uneven(), PIPELINES.replace(tensor_model_parallel_size=1), example_inputs=torch.zeros(2, 8, dtype=torch.long)
     )
-    picture, step = plan.report.picture, plan.report.step
-    whole = share_of(picture, step, Split())
+    costed, step = plan.report.costed, plan.report.step
+    whole = share_of(costed, step, Split())
     assert (whole.time, whole.held) == (1.0, 1.0)
-    assert sum(r.times * r.held for r in picture.regions) == pytest.approx(picture.memory["parameters"])
+    assert sum(r.times * r.held for r in costed.regions) == pytest.approx(costed.memory["parameters"])
     for ranks in (2, 4):
         stages = pipeline_stages(plan.report, ranks)
-        share = share_of(picture, step, Split(ranks, 1, 4 * ranks))
+        share = share_of(costed, step, Split(ranks, 1, 4 * ranks))
         assert share.time == pytest.approx(max(s.us for s in stages) / sum(s.us for s in stages))
         assert 1 / ranks <= share.held < 1
-    assert share_of(picture, step, Split(9, 1, 9)) is None, "eight parts"
+    assert share_of(costed, step, Split(9, 1, 9)) is None, "eight parts"
 
 
 def test_micro_batches_under_way() -> None:

@@ -20,7 +20,7 @@ from megafx.ir.program import VAL
 from megafx.placements.data_axis import EXPERT_GRADIENT_AXIS
 from megafx.placements.types import ALL_REDUCE, payload
 from megafx.planner.cost import library_seconds
-from megafx.what_if import Candidate, Found
+from megafx.what_if import Candidate, SearchResult
 
 CONFIG = megafx.Config(hardware="h100-nvlink", seq_length=4096, sequence_parallel=False)
 QWEN: dict[str, Any] = {  # a layer of Qwen3-30B-A3B
@@ -44,18 +44,18 @@ def call_of(name: str) -> tuple[Any, Any]:
 
 
 @cache
-def found(name: str, gpus: int = 8, size: int = 1) -> Found:
+def found(name: str, gpus: int = 8, size: int = 1) -> SearchResult:
     model, call = call_of(name)
     options = CONFIG.replace(expert_model_parallel_size=size)
     return megafx.search(model, gpus, "78GiB", options, example_inputs=call, batches=(2,), shown=1000)
 
 
-def every(tried: Found) -> list[Candidate]:
+def every(tried: SearchResult) -> list[Candidate]:
     """Twins too."""
     return [c for row in tried.best for c in (row, *row.twins)]
 
 
-def sizes(tried: Found) -> set[tuple[int, int]]:
+def sizes(tried: SearchResult) -> set[tuple[int, int]]:
     return {(c.config.tensor_model_parallel_size or 1, c.config.expert_model_parallel_size) for c in every(tried)}
 
 
@@ -109,14 +109,14 @@ def test_a_layout_with_shared_experts_is_priced_as_its_plan(t: int) -> None:
         if (c.config.tensor_model_parallel_size, c.config.data_parallel, c.config.sequence_parallel) == (t, "ddp", False)
     ]  # fmt: skip
     assert {c.config.expert_model_parallel_size for c in every(found("mixtral", 4, 2))} == {2}
-    step, picture = report.step, report.picture
-    exchanged = [n.move for n in picture.nodes if n.move is not None and n.move.axis == "ep"]
+    step, costed = report.step, report.costed
+    exchanged = [n.move for n in costed.nodes if n.move is not None and n.move.axis == "ep"]
     assert exchanged and all(m.forward_bytes and m.forward_bytes == m.backward_bytes for m in exchanged)
     tokens = exchanged[0].forward_bytes
     chosen = 2 * (1 - (1 - 1 / 2) ** 2)  # ranks that a token with two choices goes to, of two
     assert tokens == pytest.approx(2 * 4096 * 2 * 4096 * chosen / 2, rel=0.01), "bf16 rows of 4096, half of them leave"
     assert same.parts["computing"] + same.parts["the optimizer"] == pytest.approx(step.compute_us + step.host_us)
-    assert same.memory["parameters"] == pytest.approx(picture.memory["parameters"], abs=2)
+    assert same.memory["parameters"] == pytest.approx(costed.memory["parameters"], abs=2)
     assert same.parts["data-parallel collectives"] >= step.exposed_by_axis["ep"]
 
 

@@ -32,7 +32,7 @@ _NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True)
-class Step:
+class UnitOp:
     """name = op(*args, **kwargs)."""
 
     name: str
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Unit:
-    steps: tuple[Step, ...]
+    steps: tuple[UnitOp, ...]
     result: str
 
     def run(self, given: Values) -> Tensor:
@@ -82,12 +82,12 @@ def read(text: str) -> Unit:
     return Unit(tuple(_step(s) for s in steps), ast.unparse(last))
 
 
-def _step(line: ast.stmt) -> Step:
+def _step(line: ast.stmt) -> UnitOp:
     if not isinstance(line, ast.Assign) or not isinstance(call := line.value, ast.Call):
         raise ValueError(f"'{ast.unparse(line)}' is no step of a row-wise unit")
     op = _operator(ast.unparse(call.func))
     kwargs = {str(k.arg): _argument(k.value) for k in call.keywords}
-    return Step(ast.unparse(line.targets[0]), op, tuple(_argument(a) for a in call.args), kwargs)
+    return UnitOp(ast.unparse(line.targets[0]), op, tuple(_argument(a) for a in call.args), kwargs)
 
 
 def _operator(name: str) -> Any:

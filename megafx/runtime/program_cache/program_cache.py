@@ -325,8 +325,8 @@ def _plan_form(plan: Plan, device: torch.device) -> Any:
     writer = Writer((*_PLAN, Hardware), device)
     values = {name: value for name, value in vars(plan).items() if name != "sizes"}
     if plan.report is not None:  # the profile is that of the reader
-        picture = None if plan.report.picture is None else replace(plan.report.picture, hardware=None)
-        values["report"] = replace(plan.report, picture=picture, predict=None, emitted=None)
+        costed = None if plan.report.costed is None else replace(plan.report.costed, hardware=None)
+        values["report"] = replace(plan.report, costed=costed, predict=None, emitted=None)
     form = {name: writer(value) for name, value in values.items()}
     return {"values": form, "sizes": writer.sizes(plan.sizes), "shared": writer.shared}
 
@@ -335,8 +335,8 @@ def _plan_of(form: Any, hardware: Hardware, device: torch.device) -> Plan:
     reader = Reader((*_PLAN, Hardware), device, form["shared"])
     values = {name: reader(value) for name, value in form["values"].items()}
     plan = Plan(**values, sizes=reader.sizes(form["sizes"]))
-    if plan.report is not None and plan.report.picture is not None:
-        plan.report.picture.hardware = hardware
+    if plan.report is not None and plan.report.costed is not None:
+        plan.report.costed.hardware = hardware
     return plan
 
 

@@ -325,7 +325,7 @@ def test_a_plan_prices_the_linears_that_will_run_in_fp8() -> None:
         plan = megafx.plan(model, Config(hardware="h100-nvlink", **options), example_inputs=(ids, labels))
         report = megafx.explain(plan)
         times[name] = report.step.total_us
-        ops = [op for op in report.picture.nodes if op.name.startswith("linear")]
+        ops = [op for op in report.costed.nodes if op.name.startswith("linear")]
         linears[name] = [op.us + op.back_us + op.weight_us for op in ops]
     assert times["fp8"] < times["no wgrad"] < times["bf16"] and times["fp8"] < times["ends"] < times["bf16"]
     halves = [a / b for a, b in zip(linears["fp8"], linears["bf16"], strict=True)]

@@ -71,7 +71,7 @@ def test_measured_times_stand_beside_modelled_ones() -> None:
     model, x = parallel(profiler_ranges=True)
     report = megafx.profile(model, x, steps=2)
     measured = {(m.direction, m.module): m for m in report.measured}
-    first = [n for n in report.picture.nodes if n.module == "0"]
+    first = [n for n in report.costed.nodes if n.module == "0"]
     assert any(n.has_weight and n.us > 0 for n in first)
     modelled = {"forward": sum(n.us for n in first), "backward": sum(n.back_us + n.weight_us for n in first)}
     for direction, us in modelled.items():  # as the schedule has it, not twice forward
