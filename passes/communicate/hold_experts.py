@@ -72,7 +72,8 @@ def _hold_lists(program: Program, planner: Planner, owners: Mapping[str, int]) -
     for stack in program.graph.find_nodes(op="call_function", target=aten.stack.default):
         parts: Any = stack.args[0]
         for cut in [u for u in stack.users if is_transition(u, EXPERT_AXIS) and u.args[1:3] == ("R", "S0")]:
-            if all(behind(part, _MOVED) in held for part in parts):
+            own = [owners.get(held.get(behind(part, _MOVED), "")) for part in parts]
+            if own == [j // int(cut.meta[VAL].shape[0]) for j in range(len(parts))]:
                 cut.replace_all_uses_with(Builder(program, cut, cut, NAME)(OWNER_STACK, parts, ranks, EXPERT_AXIS))
                 program.graph.erase_node(cut)
     program.graph.eliminate_dead_code()

@@ -29,7 +29,17 @@ from megafx.ir.nodes import CASTS, COPIES, behind, op_name
 from megafx.ir.program import VAL, Phase, Program, fqn_of
 from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
-from megafx.passes.experts.expert_chains import BIASED, InStep, Refused, chains, has_rows, is_one, one_op, row_symbol
+from megafx.passes.experts.expert_chains import (
+    BIASED,
+    InStep,
+    Refused,
+    chains,
+    has_rows,
+    is_one,
+    numbers,
+    one_op,
+    row_symbol,
+)
 from megafx.passes.experts.expert_units import chosen_among
 from megafx.planner.context import Planner
 from megafx.rules.families import VIEWS
@@ -212,7 +222,12 @@ class _Stacking(InStep):
     def _stacked(self, values: Sequence[fx.Node]) -> fx.Node:
         key = ("stacked", *values)
         if key not in self.known:
-            self.known[key] = self.build(aten.stack.default, [*values], 0)
+            first: Any = values[0]
+            if one_op(tuple(values)) and first.target in CASTS and all(numbers(v) == numbers(first) for v in values):
+                inner = self._stacked([v.args[0] for v in values])  # type: ignore[misc]  # parameters, which ranks hold
+                self.known[key] = self.build(first.target, inner, *first.args[1:], **first.kwargs)
+            else:
+                self.known[key] = self.build(aten.stack.default, [*values], 0)
         return self.known[key]
 
     def _biased(self, x: fx.Node, biases: Sequence[fx.Node]) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from index_dispatch import EXPERTS, HIDDEN, Expert, tokens
 from listed_mixtures import FORMS, Model
 from torch import nn
@@ -88,6 +89,13 @@ def test_a_rank_holds_its_experts_whole_and_nothing_of_the_others() -> None:
     owner = {name: rank for name, rank in batch.experts.items() if name.endswith("up.bias")}
     assert owner == {f"layers.0.experts.{e}.up.bias": e // 2 for e in range(EXPERTS)}
     assert len(batch.experts) == 5 * EXPERTS and not [n for n in programs[0].notes if "holds" in n.message]
+
+
+def test_weights_that_autocast_casts_are_held_alone_too() -> None:
+    config = Config(tensor_model_parallel_size=1, data_parallel_size=2, expert_model_parallel_size=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = megafx.plan(Model("where_add_in_place").float(), config, example_inputs=(tokens(4, 3).float(),))
+    assert len(plan.experts) == 5 * EXPERTS, plan.experts
 
 
 def test_each_exchange_is_needed() -> None:
