@@ -3,9 +3,10 @@
     python benchmarks/fp8_curves.py                  # 12 layers of 768, 86M parameters, 1,000 steps, three seeds of bf16
     python benchmarks/fp8_curves.py --tiny           # two small layers on the CPU, a few steps: does it run
 
-All layers in FP8 (`fp8="hybrid"`), tensorwise and rowwise, with the first seed's weights and batches. Text: Python's standard
-library, a byte a token. Printed: the mean loss of the last 50 steps of each run, and whether that of FP8 is within the spread
-of the seeds of bf16: the largest of them minus the smallest, on either side of the first seed's.
+All layers in FP8 (`fp8="hybrid"`), tensorwise and rowwise, and tensorwise with the head too, and with inputs of activations
+kept in e4m3, with the first seed's weights and batches. Text: Python's standard library, a byte a token. Printed: the mean loss
+of the last 50 steps of each run, and whether that of FP8 is within the spread of the seeds of bf16: the largest of them minus
+the smallest, on either side of the first seed's.
 
 Then, at the weights that the first run of bf16 ends with, on one batch: the ratio of gradients in fp32 to their difference from
 those of each mode, in dB (SQNR), by kind of weight. 6 dB are a bit of the mantissa.
@@ -34,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": False},
     "rowwise": {"fp8": "hybrid", "fp8_recipe": "rowwise", "first_last_layers_bf16": False},
 }
+MODES["head"] = {**MODES["tensorwise"], "fp8_head": True}
+MODES["stored"] = {**MODES["head"], "activation_func_fp8_input_store": True}
 
 
 def built(mode: str, args: argparse.Namespace, data: Tensor, device: torch.device) -> nn.Module:

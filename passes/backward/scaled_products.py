@@ -69,11 +69,11 @@ def scaled_products(program: Program, planner: Planner) -> int:
     if planner.config.fp8 is None:
         return 0
     scaler = _Scaler(program, planner)
+    for head in scaler.heads():
+        head.kept = scaler.refusal_of_head(head)
     for linear in scaler.linears():
         linear.kept = scaler.refusal(linear)
     scaled = [linear for linear in scaler.found if not linear.kept]
-    for head in scaler.heads():
-        head.kept = scaler.refusal_of_head(head)
     heads = [head for head in scaler.found_heads if not head.kept]
     for linear in scaled:
         scaler.note_reads(linear)
@@ -81,8 +81,9 @@ def scaled_products(program: Program, planner: Planner) -> int:
         scaler.note_reads_of_head(head)
     for linear in scaled:
         scaler.rewrite(linear)
-    for head in heads:
-        scaler.rewrite_head(head)
+    of_node = {node: head for head in heads for node in head.nodes}
+    for node in sorted(of_node):
+        scaler.rewrite_head(of_node[node], node)
     scaler.say()
     if scaler.changes:
         program.graph.eliminate_dead_code()
@@ -214,6 +215,8 @@ class _Scaler(Maxima):
         """Why the linear is left as it is, or ''."""
         if why := self.placed(linear.product):
             return why
+        if any(linear.weight is head.weight for head in self.found_heads):
+            return "its weight is that of a head that is fused with its loss"  # logits that are made when somebody reads them
         if why := self._of_operands(linear.x, linear.weight, linear.product):
             return why
         if self.t > 1 and self._shown(linear.product) == R:
@@ -361,30 +364,30 @@ class _Scaler(Maxima):
             made = self._product(wgrad, self.turned(dy, wgrad), self.turned(x, wgrad), dy, x)
             wgrad.replace_all_uses_with(made)
 
-    def rewrite_head(self, head: _Head) -> None:
+    def rewrite_head(self, head: _Head, node: fx.Node) -> None:
+        """One of its nodes; all are given in the order of the graph, so that a cast is there for those behind."""
         over_rows, over_columns = (ROWS, COLUMNS) if self.rowwise else (ALL, ALL)
         x_held, w_held, first = self.placement(head.x), self.placement(head.weight), head.nodes[0]
         dtype = head.x.meta[VAL].dtype
         x = self.cast(head.x, x_held, over_rows, "e4m3", first)
-        for node in head.nodes:
-            w = self.cast_here(head.weight, w_held, over_rows, node, False)
-            if node.target is LOSS:  # which reads statistics alone
-                node.args = (x.q, w.q, *node.args[2:])
-                continue
-            operands: tuple[Any, ...] = (x.q, w.q, x.scale, w.scale)
-            if node.target is STATS:
-                self._head(node, scaled_head.stats, *operands, *node.args[2:], dtype)
-                continue
-            wt = self.cast_here(head.weight, w_held, over_columns, node, True)
-            xt = self.cast(head.x, x_held, over_columns, "e4m3", first)
-            operands += (self.turned(xt, node), wt.qt, xt.scale, wt.scale, self.gradients)
-            if node.target in WHOLES:
-                op = scaled_head.wholes[WHOLES.index(node.target)]
-                self._head(node, op, *operands, *node.args[2:-1], dtype)
-            else:
-                op = scaled_head.backwards[BACKWARDS.index(node.target)]
-                self._head(node, op, node.args[0], *operands, *node.args[3:], dtype)
-            self.changes += 3
+        w = self.cast_here(head.weight, w_held, over_rows, node, False)
+        if node.target is LOSS:  # which reads statistics alone
+            node.args = (x.q, w.q, *node.args[2:])
+            return
+        operands: tuple[Any, ...] = (x.q, w.q, x.scale, w.scale)
+        if node.target is STATS:
+            self._head(node, scaled_head.stats, *operands, *node.args[2:], dtype)
+            return
+        wt = self.cast_here(head.weight, w_held, over_columns, node, True)
+        xt = self.cast(head.x, x_held, over_columns, "e4m3", first)
+        operands += (self.turned(xt, node), wt.qt, xt.scale, wt.scale, self.gradients)
+        if node.target in WHOLES:
+            op = scaled_head.wholes[WHOLES.index(node.target)]
+            self._head(node, op, *operands, *node.args[2:-1], dtype)
+        else:
+            op = scaled_head.backwards[BACKWARDS.index(node.target)]
+            self._head(node, op, node.args[0], *operands, *node.args[3:], dtype)
+        self.changes += 3
 
     def _head(self, old: fx.Node, target: Any, *args: Any) -> None:
         made = Builder(self.program, old, old, NAME)(target, *args)

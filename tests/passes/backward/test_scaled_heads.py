@@ -174,3 +174,34 @@ def test_the_plan_prices_it_and_less_is_kept() -> None:
         saved[head] = megafx.explain(small).memory("adamw").saved
     assert 0.5 < times[True] / times[False] < 0.9, times
     assert saved[True] <= saved[False]
+
+
+class Two(Model):
+    """One head for two losses, the second of another state, and logits that are returned."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(ids)
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        logits = [self.head(state) for state in states[-2:]]
+        losses = [nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten()) for y in logits]
+        return losses[0] + 0.3 * losses[1], logits[1]
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_two_losses_may_have_one_head_and_logits_are_those_of_the_weight(t: int) -> None:
+    torch.manual_seed(0)
+    model = Two(50, 2).double()
+    model.head = nn.Linear(32, 43).double()
+    config = Config(**HEAD, tensor_model_parallel_size=t, hardware="h100-nvlink")
+    verdict = megafx.verify(model, config, example_inputs=batch(7), loss_fn=lambda found: found[0], tolerance=1e-10)
+    assert verdict, str(verdict)
+    wanted = model(*batch(7))[0]
+    alone = megafx.parallelize(model, config.of_one_rank(), example_inputs=batch(7))
+    loss, logits = alone(*batch(7))
+    loss.backward()
+    assert 1e-6 < abs(float((loss - wanted).detach())) < 0.05 and logits.shape == (2, 7, 43)
+    report = re.sub(r"\s+", " ", str(megafx.explain(alone)))
+    assert "its weight is that of a head that is fused with its loss" in report, report
