@@ -21,7 +21,19 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _EXPORT = os.path.join(_TORCH, "export", "_trace.py")
 _MEGAFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_WRAPPERS = ("torch/", _TORCH, _MEGAFX, "<")
+# What Python, torch and packages that write functions call their code; the user's own is "<stdin>", "<ipython-input-1-...>".
+_GENERATED = (
+    "<string>",
+    "<frozen ",
+    "<eval_with_key>",
+    "<attrs ",
+    "<@",
+    "<__",
+    "<decorator-gen",
+    "<lambdify",
+    "<makefun",
+)
+_WRAPPERS = ("torch/", _TORCH, _MEGAFX, *_GENERATED)
 _WRAPPER_ENDS = (
     "transformers/utils/generic.py",
     "transformers/utils/output_capturing.py",

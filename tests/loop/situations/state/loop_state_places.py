@@ -484,3 +484,37 @@ def the_class_of_a_submodule_is_changed(loop: Loop) -> None:
         model[1].__class__ = cls
         _step(loop, model)
     loop.see_gradients(model)
+
+
+PROMPT = """
+scale, settings, seen = 2.0, {"shift": 1.0, "on": True}, []
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x, counts={"calls": 0}):
+        counts["calls"] += 1
+        h = self.up(x) * scale
+        if settings["on"]:
+            h = h + settings["shift"] * counts["calls"]
+        seen.append(h.detach().mean())
+        return self.down(h.tanh()).square().mean()
+"""
+
+
+@situation("https://github.com/pytorch/pytorch/issues/115774")
+def code_of_a_prompt_reads_globals(loop: Loop) -> None:
+    """What is typed at Python's prompt, in IPython or in a notebook, or given to `exec`, is in no file."""
+    for file in ("<stdin>", "<string>", "<ipython-input-3-0123456789ab>"):
+        names: dict[str, Any] = {"nn": nn}
+        exec(compile(PROMPT, file, "exec"), names)
+        model = loop.model(names["Net"]())
+        for scale, shift, on in ((2.0, 1.0, True), (3.0, 1.0, True), (3.0, -0.5, True), (3.0, -0.5, False)):
+            names["scale"] = scale
+            names["settings"].update(shift=shift, on=on)
+            loss = model(torch.randn(4, 8))
+            loss.backward()
+            loop.see(loss=loss, seen=list(names["seen"]))
+        loop.see_gradients(model)
