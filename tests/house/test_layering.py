@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -112,3 +113,12 @@ def test_torch_free_modules_do_not_import_torch():
 def test_sources_are_ascii():
     for file in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         assert file.read_text().isascii(), f"{file} has characters that are not ASCII"
+
+
+def test_folders_and_files_can_be_surveyed():
+    """A folder has at most 25 files of Python, and a file at most 700 lines."""
+    files = [f for top in ("megafx", "passes", "patterns", "tests", "benchmarks") for f in (ROOT / top).rglob("*.py")]
+    count = Counter(file.parent.relative_to(ROOT) for file in files)
+    assert not {str(folder): number for folder, number in count.items() if number > 25}
+    long = {str(f.relative_to(ROOT)): n for f in files if (n := len(f.read_text().splitlines())) > 700}
+    assert not long
