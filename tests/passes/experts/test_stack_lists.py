@@ -39,6 +39,7 @@ def kept(into: list[Program], where: str) -> tuple[str, Any]:
 
 
 FEW = ("one_hot_of_hugging_face", "above")
+OWN = "boolean_of_own"  # each expert's results in a tensor of their own, which are added: no chain of sums into rows
 SLOW = pytest.mark.slow
 
 
@@ -64,7 +65,7 @@ def test_as_one_process(mesh: dict[str, int], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", sorted({*FORMS} - {*FEW}))
+@pytest.mark.parametrize("form", sorted({*FORMS} - {*FEW, OWN}))
 def test_forms(form: str) -> None:
     verdict = verified(Model(form), {"dp": 2})
     assert verdict, str(verdict)
@@ -124,3 +125,8 @@ class Dropping(Model):
 def test_what_cannot_be_stacked_is_refused(model: type[Model]) -> None:
     with pytest.raises(PlanError, match="experts of a list, of which .* are not stacked: "):
         verified(model(), {"dp": 2})
+
+
+def test_results_in_tensors_of_their_own_are_refused() -> None:
+    with pytest.raises(PlanError, match="has no mixture of experts whose rows are sorted by expert"):
+        verified(Model(OWN), {"dp": 2})
