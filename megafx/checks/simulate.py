@@ -319,7 +319,8 @@ def relative_error(a: Tensor, b: Tensor, floor: float | None = None) -> float:
 
     floor: by default eps * sqrt(numel), as true zeros may come out as rounding noise.
     """
-    a, b = (x.detach().to(torch.float64 if not x.is_complex() else torch.complex128) for x in (a, b))
+    a, b = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (a, b))
+    a, b = (x.to(torch.float64 if not x.is_complex() else torch.complex128) for x in (a, b))
     if not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf
     a, b = (torch.nan_to_num(x, 0.0, 1.0, -1.0) for x in (a, b))

@@ -311,8 +311,8 @@ class Executable:
 
 
 def _contiguous(x: Any) -> Any:
-    """The graphs were traced on contiguous inputs: their views are legal on no others."""
-    return x.contiguous() if isinstance(x, torch.Tensor) else x
+    """The graphs were traced on contiguous inputs: their views are legal on no others. A sparse buffer is none of theirs."""
+    return x.contiguous() if isinstance(x, torch.Tensor) and x.layout is torch.strided else x
 
 
 def freed() -> UsageError:

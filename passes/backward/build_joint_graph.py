@@ -209,6 +209,8 @@ def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor
     summed = sorted({*left, *right} - {*out})
     if any(c not in left or c not in right for c in summed):
         return None
+    if not summed and operands[0].dtype != operands[1].dtype:
+        return None  # torch multiplies elements there, of two dtypes too
     both = [c for c in out if c in left and c in right]
     rows, columns = ([c for c in out if c in term and c not in both] for term in (left, right))
 

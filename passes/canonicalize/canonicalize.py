@@ -60,6 +60,8 @@ VALUES: tuple[Step, ...] = (
     random.normal_from_bits,
     random.bernoulli_from_bits,
     random.exponential_from_bits,
+    random.integers_from_bits,
+    random.permutation_from_bits,
     random.slopes_from_bits,
     inplace.gradients_by_frequency,
     random.dropout_of_other_kinds,

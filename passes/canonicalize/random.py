@@ -222,6 +222,29 @@ def exponential_from_bits(editor: Editor, node: fx.Node) -> bool:
     return replace(node, emit(aten.div.Scalar, value, argument(node, "lambd")))
 
 
+@on("randint randint.low randint_like randint_like.low_dtype")
+def integers_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """randint, randint_like -> a uniform value of 24 bits, scaled and rounded down; for ranges of at most 2**20 integers."""
+    low = argument(node, "low") if "low" in argument_places(node.target) else 0
+    high, dtype = argument(node, "high"), node.meta[VAL].dtype
+    count = high if low == 0 else high - low if isinstance(low, int) and isinstance(high, int) else None
+    if count is None or (isinstance(count, int) and count > _INTEGERS):
+        return False
+    emit = editor.at(node)
+    scaled = emit(aten.mul.Tensor, _uniform(editor, node, torch.float32), count)
+    return replace(node, emit(aten.to.dtype, emit(aten.add.Tensor, emit(aten.floor.default, scaled), low), dtype))
+
+
+_INTEGERS = 2**20  # each of them is 2**4 of the 2**24 values or one more: as likely as the others within 6%
+
+
+@on("randperm")
+def permutation_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """randperm -> the order of uniform values."""
+    order = editor.at(node)(aten.argsort.stable, _uniform(editor, node, torch.float32), stable=True)
+    return replace(node, editor.at(node)(aten.to.dtype, order, node.meta[VAL].dtype))
+
+
 @on("feature_dropout alpha_dropout feature_alpha_dropout")
 def dropout_of_other_kinds(editor: Editor, node: fx.Node) -> bool:
     """feature_dropout (Dropout1d to 3d) and alpha_dropout -> arithmetic with the dropout of ones, one a channel or element.
@@ -250,14 +273,15 @@ def _bits(node: fx.Node) -> int:
     return {torch.float16: 11, torch.bfloat16: 8}.get(node.meta[VAL].dtype, 24)
 
 
-def _uniform(editor: Editor, node: fx.Node) -> fx.Node:
-    """A tensor like the node's value, uniform in [0, 1)."""
+def _uniform(editor: Editor, node: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """A tensor of the node's shape, and of its dtype or another, uniform in [0, 1)."""
     emit = editor.at(node)
     value, bits = node.meta[VAL], _bits(node)
+    dtype = dtype or value.dtype
     shape = [*editor.shape(value), bits]
-    ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
+    ones = emit(aten.ones.default, shape, dtype=dtype, device=value.device)
     bit = emit(aten.ne.Scalar, emit(aten.dropout.default, ones, 0.5, True), 0)
-    place = emit(aten.arange.start, 1, bits + 1, dtype=value.dtype, device=value.device)
+    place = emit(aten.arange.start, 1, bits + 1, dtype=dtype, device=value.device)
     weight = emit(aten.pow.Scalar, 0.5, place)
     return emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, bit, weight), [-1])
 

@@ -280,6 +280,62 @@ def test_a_recurrent_layer_without_dropout_draws_nothing() -> None:
     assert found.ok, str(found)
 
 
+class Scan(nn.Module):
+    """A selective scan as mamba-minimal writes it, whose rates are in fp32; and a sparse buffer, as Whisper has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.of_state = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 8)
+        self.rates = nn.Parameter(torch.rand(8, 4))
+        self.register_buffer("alignment", torch.eye(3, dtype=torch.bool).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = self.up(x)
+        step, (into, out) = F.softplus(u), self.of_state(u).chunk(2, -1)
+        kept = torch.exp(torch.einsum("bld,dn->bldn", step, -torch.exp(self.rates.float())))
+        added = torch.einsum("bld,bln,bld->bldn", step, into, u)
+        state, ys = torch.zeros_like(added[:, 0]), []
+        for i in range(3):
+            state = kept[:, i] * state + added[:, i]
+            ys.append(torch.einsum("bdn,bn->bd", state, out[:, i]))
+        return self.down(torch.stack(ys, 1)).square().mean()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_a_selective_scan_of_two_dtypes(t: int) -> None:
+    torch.manual_seed(0)
+    config = megafx.Config(tensor_model_parallel_size=t)
+    found = megafx.verify(Scan().double(), config, example_inputs=(floats(2, 3, 6),), tolerance=1e-10)
+    assert found.ok, str(found)
+
+
+class Diffusion(nn.Module):
+    """Forward draws each row's time and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.up, self.down = nn.Embedding(50, 12), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.register_buffer("kept", torch.linspace(1, 0.1, 50))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        t = torch.randint(0, 50, (len(x),), device=x.device).long()
+        kept, noise = self.kept[t][:, None], torch.randn_like(x)
+        y = self.down(F.silu(self.up(kept * x + (1 - kept) * noise) + self.times(t)))
+        return (y - noise).square().mean(), t
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_times_drawn_by_forward_are_those_of_one_rank(t: int) -> None:
+    torch.manual_seed(0)
+    found = megafx.verify(
+        Diffusion().double(),
+        megafx.Config(tensor_model_parallel_size=t),
+        example_inputs=(floats(7, 6),),
+        tolerance=1e-10,
+    )
+    assert found.ok, str(found)
+
+
 class Masked(nn.Module):
     """torch's own encoder and decoder layers, which ask of a mask's values whether it is causal."""
 

@@ -26,6 +26,12 @@ DRAWS: dict[str, tuple[Callable[..., Any], float, float]] = {  # result, mean, s
     "normal_": (lambda m, x: torch.empty_like(x).normal_(3, 0.5), 3.0, 0.5),
     "bernoulli_": (lambda m, x: x.new_empty(x.shape).bernoulli_(0.3), 0.3, 0.21**0.5),
     "bernoulli": (lambda m, x: torch.bernoulli(x * 0 + 0.25), 0.25, 0.1875**0.5),
+    "randint": (lambda m, x: torch.randint(0, 10, (x.shape[0], x.shape[1], 8)).double(), 4.5, 8.25**0.5),
+    "randint_low": (lambda m, x: torch.randint(3, 7, (x.shape[0], x.shape[1], 8)).double(), 4.5, 1.25**0.5),
+    "randint_of_a_size": (lambda m, x: torch.randint(x.shape[1], x.shape).double(), 49.5, 833.25**0.5),
+    "randint_like": (lambda m, x: torch.randint_like(x, 2), 0.5, 0.5),
+    "randint_like_low": (lambda m, x: torch.randint_like(x.long(), low=-2, high=1).double(), -1.0, (2 / 3) ** 0.5),
+    "randperm": (lambda m, x: torch.randperm(x.numel()).view(x.shape) / x.numel(), 0.5, 12**-0.5),
     "dropout1d": (lambda m, x: F.dropout1d(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
     "alpha_dropout": (lambda m, x: F.alpha_dropout(x * 0, 0.5, m.training), 0.0, 0.7792),
     "dropout": (lambda m, x: F.dropout(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
@@ -49,6 +55,25 @@ def test_draws_are_functions_of_the_seed(name: str) -> None:
     assert abs(float(first.std()) - deviation) < 0.2 * deviation
     if name == "dropout1d":  # a channel is dropped as a whole
         assert torch.equal(first, first[:, :, :1].expand_as(first))
+
+
+@pytest.mark.parametrize("high", [2, 3, 1000, 2**20])
+def test_integers_stay_in_their_range(high: int) -> None:
+    model = Function(lambda m, x: torch.randint(1, high + 1, (x.shape[0], x.shape[1], 8)), {})
+    program = capture_call(model, (x_of(),))
+    canonicalize_program(program)
+    drawn = run_program(program, model, (x_of(40, 100),), seed=3)
+    assert drawn.dtype == torch.int64 and int(drawn.min()) >= 1 and int(drawn.max()) <= high
+    if high < 5:
+        assert {*drawn.flatten().tolist()} == {*range(1, high + 1)}
+
+
+def test_a_permutation_has_every_number_once() -> None:
+    model = Function(lambda m, x: torch.randperm(x.numel()), {})
+    program = capture_call(model, (x_of(),))
+    canonicalize_program(program)
+    drawn = run_program(program, model, (x_of(7, 9),), seed=3)
+    assert drawn.dtype == torch.int64 and torch.equal(drawn.sort().values, torch.arange(7 * 9 * 8))
 
 
 @pytest.mark.parametrize("causal", [True, False])
