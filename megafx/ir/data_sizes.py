@@ -38,6 +38,9 @@ _FUNCTIONS = {
 _FUNCTIONS |= {"Min": min, "Max": max}
 
 
+LARGEST = 2**48  # of sizes that data decides
+
+
 class DataShapeEnv(ShapeEnv):
     """A ShapeEnv that knows sizes decided by data by name, and assumes while tracing that there are rows.
 
@@ -209,6 +212,10 @@ class DataShapeEnv(ShapeEnv):
             if _asked_by() is not None:
                 self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
+
+    def _constrain_range_for_size(self, a: sympy.Symbol, min: int | None = None, max: int | None = None) -> None:
+        """torch solves equations such as u0 == 4 * s1 in floats, in which its own bound of sizes, 2**63 - 2, is 2**63."""
+        super()._constrain_range_for_size(a, min, LARGEST if max is None or max > LARGEST else max)
 
     def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own
         held = super().guard_or_defer_runtime_assert(orig_expr, *args, **kwargs)

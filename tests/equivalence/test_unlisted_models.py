@@ -336,6 +336,29 @@ def test_times_drawn_by_forward_are_those_of_one_rank(t: int) -> None:
     assert found.ok, str(found)
 
 
+class Images(nn.Module):
+    """Patches of images take the places of some tokens: nanoVLM, whose number of places is a product of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.patches, self.head = nn.Embedding(9, 8), nn.Linear(6, 8), nn.Linear(8, 9)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        y = self.embed(ids).clone()
+        patches = self.patches(images)
+        y[ids == 3] = patches.view(-1, patches.size(-1)).to(y.dtype)
+        return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_patches_take_the_places_of_tokens(t: int) -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 3, 1, 3, 3, 0, 2], [4, 3, 3, 3, 5, 3, 8]])
+    config = megafx.Config(tensor_model_parallel_size=t)
+    found = megafx.verify(Images().double(), config, example_inputs=(ids, floats(2, 4, 6)), tolerance=1e-10)
+    assert found.ok, str(found)
+
+
 class Masked(nn.Module):
     """torch's own encoder and decoder layers, which ask of a mask's values whether it is causal."""
 
