@@ -40,11 +40,12 @@ class _PassedOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
         ctx.hook = hook
+        ctx.set_materialize_grads(False)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        found = ctx.hook(gradient)
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+        found = None if gradient is None else ctx.hook(gradient)
         return gradient if found is None else found, None
 
 

@@ -180,8 +180,9 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
         ctx.spec = x._spec
+        ctx.set_materialize_grads(False)
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
-        return wrap(grad, ctx.spec)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> TPTensor | None:
+        return None if grad is None else wrap(grad, ctx.spec)

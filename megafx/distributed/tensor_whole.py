@@ -181,7 +181,8 @@ def view(kind: type[LazyView], func: Any, args: Any, kwargs: Any) -> Any:
 # -- autograd: gradients of sharded tensors are sharded, those of plain tensors plain
 #
 # What data-parallel ranks compute of a parameter outside of the model is of their own rows, and their losses are averaged. So
-# are its gradients, which come plain: before ranks take their shards of it.
+# are its gradients, which come plain: before ranks take their shards of it. A gradient that is None stays so: optimizers leave
+# such a parameter as it is.
 
 
 class Averaged(torch.autograd.Function):
@@ -190,6 +191,7 @@ class Averaged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         ctx.spec = spec
+        ctx.set_materialize_grads(False)
         group = everyone_on(spec.mesh)
         repeated = x.dim() > 0 and x.numel() > 0 and not any(x.stride())  # of a sum or a mean: one number
         mean = (x.reshape(-1)[:1] if repeated else x).detach().clone(memory_format=torch.contiguous_format)
@@ -199,8 +201,8 @@ class Averaged(torch.autograd.Function):
         return mean.expand(x.shape) if repeated else mean
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return averaged(grad, ctx.spec), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else averaged(grad, ctx.spec), None
 
 
 def averaged(x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -221,10 +223,11 @@ class Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, spec: DTensorSpec, kind: type[DTensor]) -> DTensor:
+        ctx.set_materialize_grads(False)
         return _new(kind, shard_of(whole.detach(), spec), spec_of(spec, whole.dtype), requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         return Whole.apply(grad) if isinstance(grad, DTensor) else grad, None, None
 
 
@@ -234,13 +237,14 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> torch.Tensor:
         ctx.form = x._spec if isinstance(x, DTensor) else None, type(x)
+        ctx.set_materialize_grads(False)
         whole: torch.Tensor = Wholes()(x)
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         spec, kind = ctx.form
-        if spec is None or isinstance(grad, DTensor):
+        if grad is None or spec is None or isinstance(grad, DTensor):
             return grad
         made: torch.Tensor = Part.apply(averaged(grad, spec), spec, kind)
         return made

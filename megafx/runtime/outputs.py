@@ -133,11 +133,12 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lazy: LazyTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         ctx.dtype = lazy.dtype
+        ctx.set_materialize_grads(False)
         return make().detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient.to(ctx.dtype), None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return None if gradient is None else gradient.to(ctx.dtype), None
 
 
 def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:

@@ -30,6 +30,26 @@ def a_gradient_penalty_is_part_of_the_loss(loop: Loop) -> None:
         optimizer.step()
 
 
+@situation("https://github.com/NVlabs/stylegan2-ada-pytorch/issues/6")
+def a_penalty_has_a_step_of_its_own(loop: Loop) -> None:
+    """StyleGAN2's lazy regularisation. Biases that it does not depend on have no gradient, and no momentum moves them."""
+    model = loop.model(critic())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        x = torch.randn(5, 8, requires_grad=True)
+        score = model(x)
+        optimizer.zero_grad()
+        if step == 1:
+            (found,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+            found.square().sum().backward()
+        else:
+            score.square().mean().backward()
+        loop.see(without=[name for name, p in model.named_parameters() if p.grad is None])
+        loop.see_gradients(model)
+        optimizer.step()
+    loop.see_state(model)
+
+
 @situation("https://discuss.pytorch.org/t/hessian-vector-product-optimization/12581")
 def a_hessian_times_a_vector(loop: Loop) -> None:
     model = loop.model(critic(15))
