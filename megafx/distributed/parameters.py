@@ -353,7 +353,8 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def _memory(x: torch.Tensor) -> int:
     """Storage address; tensors without one all differ."""
-    return id(x) if x.is_meta or x.numel() == 0 else x.untyped_storage().data_ptr()
+    apart = x.is_meta or x.numel() == 0 or x.layout is not torch.strided
+    return id(x) if apart else x.untyped_storage().data_ptr()
 
 
 def _is_plain(x: torch.Tensor) -> bool:
