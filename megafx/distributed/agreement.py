@@ -126,7 +126,8 @@ def tensor_hash(x: torch.Tensor) -> torch.Tensor:
     """0-d int64 on x's device: position-dependent hash of its bits, equal for equal tensors (no host synchronisation)."""
     if x.is_complex():
         x = torch.view_as_real(x)
-    flat = x.detach().reshape(-1)
+    x = x.detach()
+    flat = (x if x.layout is torch.strided else x.to_dense()).reshape(-1)
     bits = flat.to(torch.uint8) if x.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), _CHUNK):
