@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _autograd as autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx import Node, _symbolic_trace
+from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
@@ -68,11 +68,12 @@ from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
+from megafx.capture.traced_nodes import made_where_it_was, with_user_line
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
 from megafx.ir.python_state import content_of, put_back
-from megafx.ir.source_lines import current_user_line, is_user_file, trace_of_forward
+from megafx.ir.source_lines import current_user_line, is_user_file
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -204,7 +205,10 @@ def replacements(
     table += [Replacement(proxy_tensor, "_extract_tensor_metadata", lambda old: lambda value: None, why)]
 
     why = "of a node's stack trace the user's line is kept alone: the whole stack takes an eighth of a capture"
-    table += [Replacement(TracerBase, "create_node", _with_user_line, why)]
+    table += [Replacement(TracerBase, "create_node", with_user_line, why)]
+
+    why = "an op that returns its operand, under no_grad, does not make it"
+    table += [Replacement(proxy_tensor, "track_tensor_tree", made_where_it_was, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", hash_for_users, why)]
@@ -466,22 +470,6 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
                     delattr(line.owner, line.name)
                 else:
                     setattr(line.owner, line.name, before)
-
-
-def _with_user_line(old: Callable[..., Node]) -> Callable[..., Node]:
-    """A `create_node` that writes down the one line of the stack that `source_of_trace` looks for."""
-
-    def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
-        records, self.record_stack_traces = self.record_stack_traces, False
-        try:
-            node = old(self, *args, **kwargs)
-        finally:
-            self.record_stack_traces = records
-        if records and not node.stack_trace:
-            node.stack_trace = trace_of_forward(sys._getframe(1))
-        return node
-
-    return create_node
 
 
 def _data_of(old: Any) -> Callable[[Tensor], Tensor]:
