@@ -48,7 +48,7 @@ _LOOP = (
     "loop over all that there may be (`for e, expert in enumerate(self.experts)`): code on zero rows contributes nothing",
 )
 _ITEM = (
-    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)",
     "keep it a tensor, or pass the number as an argument of the call",
 )
 GENERATOR = (
@@ -226,7 +226,7 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         return _BRANCH
     if "DynamicOutputShape" in name or "dynamic shape operator" in message:
         return _SELECT
-    if "DataDependentOutput" in name:
+    if "DataDependentOutput" in name or message.startswith(".numpy() is not supported"):
         return _ITEM
     if "generator" in code and "concrete integers" in message:
         return GENERATOR

@@ -345,7 +345,7 @@ def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], 
     pairs = [(n, found.outputs.get(n), x) for n, x in tensors.items()]
     outputs = {n: math.inf if got is None else relative_error(got, x, tiny) for n, got, x in pairs}
     present = {n: g for n, g in wanted.gradients.items() if g is not None}
-    finite = [g.double().nan_to_num(0.0, 0.0, 0.0) for g in present.values()]
+    finite = [(g.abs() if g.is_complex() else g).double().nan_to_num(0.0, 0.0, 0.0) for g in present.values()]
     floor = max(GRADIENT_FLOOR * sum(float(g.norm()) ** 2 for g in finite) ** 0.5, tiny)
     gradients = {}
     for name, gradient in present.items():

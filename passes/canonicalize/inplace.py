@@ -273,6 +273,14 @@ class _Functionalizer:
             return emit(aten.detach.default, part)
         if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
             return part
+        if (
+            target in (aten.slice.Tensor, aten.select.int) and whole.meta[VAL].is_complex()
+        ):  # autograd has real ones alone
+            dim, *more = rest or (0,)
+            own = [emit(aten.clone.default, x) if x.meta[VAL].is_conj() else x for x in (whole, part)]
+            pairs = [emit(aten.view_as_real.default, x) for x in own]
+            written = emit(_SCATTERS[target], *pairs, dim % whole.meta[VAL].dim(), *more)
+            return emit(aten.view_as_complex.default, written)
         if target in _SCATTERS:
             return emit(_SCATTERS[target], whole, part, *rest)
         if target is aten.transpose.int:

@@ -469,7 +469,7 @@ def refuse_numbers_from_data(editor: Editor) -> None:
         if node.op == "call_function" and node.target in _NUMBERS:
             raise in_part(
                 CaptureError(
-                    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+                    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)",
                     fix=or_leave_eager("keep it a tensor, or pass the number as an argument of the call", fqn_of(node)),
                     **located(node),
                 )

@@ -60,7 +60,7 @@ def test_error_item(capfd: Any) -> None:
         return x[: int(x.max().item())]
 
     assert _error(fn, capfd) == (
-        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)\n"
+        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)\n"
         f"  in module 'block' at FILE:{_line(fn)} `return x[: int(x.max().item())]`\n"
         f"  fix: keep it a tensor, or pass the number as an argument of the call{WAY_OUT}"
     )

@@ -336,6 +336,32 @@ def test_times_drawn_by_forward_are_those_of_one_rank(t: int) -> None:
     assert found.ok, str(found)
 
 
+class Spectral(nn.Module):
+    """A Fourier neural operator: low frequencies, and one more, are written into a complex tensor of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.skip = nn.Linear(3, 8), nn.Linear(8, 2), nn.Conv1d(8, 8, 1)
+        self.weights = nn.Parameter(torch.randn(8, 8, 3, dtype=torch.complex128) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).transpose(1, 2)
+        found = torch.fft.rfft(h)
+        kept = torch.zeros_like(found)
+        kept[..., :3] = torch.einsum("bix,iox->box", found[..., :3], self.weights)
+        kept[..., -1] = found[..., 0].conj()
+        h = torch.fft.irfft(kept, n=h.shape[-1]) + self.skip(h)
+        return self.down(h.transpose(1, 2).relu()).square().mean()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_frequencies_are_written_into_a_complex_tensor(t: int) -> None:
+    torch.manual_seed(0)
+    config = megafx.Config(tensor_model_parallel_size=t)
+    found = megafx.verify(Spectral().double(), config, example_inputs=(floats(2, 12, 3),), tolerance=1e-10)
+    assert found.ok, str(found)
+
+
 class Images(nn.Module):
     """Patches of images take the places of some tokens: nanoVLM, whose number of places is a product of two sizes."""
 

@@ -97,7 +97,7 @@ DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: torch.where(x.sum() > 0, m.lin(x), x),
     ),
     "a number": (
-        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)",
         lambda m, x: m.lin(x) * x.max().item(),
         lambda m, x: m.lin(x) * x.max(),
     ),

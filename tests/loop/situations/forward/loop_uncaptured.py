@@ -86,6 +86,38 @@ def the_models_own_forward_decides_by_data(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
+class Periods(nn.Module):
+    """TimesNet's block: the strongest periods of the batch, as numpy has them, are the widths of its folds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        strength = torch.fft.rfft(x, dim=1).abs().mean((0, 2))
+        strength[0] = 0
+        found = x.shape[1] // strength.topk(2).indices.detach().cpu().numpy()
+        folds = []
+        for period in found:
+            length = -(-x.shape[1] // int(period)) * int(period)
+            fold = nn.functional.pad(x, (0, 0, 0, length - x.shape[1])).unflatten(1, (-1, int(period)))
+            folds.append(self.down(self.up(fold.cumsum(1)).relu()).flatten(1, 2)[:, : x.shape[1]])
+        return x + sum(folds)
+
+
+@situation("https://github.com/thuml/Time-Series-Library/issues/73", slow=(2,))
+def periods_that_numpy_holds(loop: Loop) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = loop.model(nn.Sequential(nn.Linear(8, 8), Periods(), nn.Linear(8, 3)))
+        for length in (12, 15):
+            time = torch.arange(length)[None, :, None] * torch.tensor([0.5, 2.0])[:, None, None]
+            loss = model(time.sin() + torch.randn(2, length, 8) * 0.1).square().mean()
+            loss.backward()
+            loop.see(loss=loss)
+        loop.see_gradients(model)
+
+
 @situation(BY_DATA)
 def an_early_exit_by_data(loop: Loop) -> None:
     with warnings.catch_warnings():
