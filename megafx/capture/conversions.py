@@ -14,6 +14,7 @@ import builtins
 import dis
 import functools
 import gc
+import math
 import sys
 import traceback
 import types
@@ -134,6 +135,14 @@ def hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt
         return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
 
     return __hash__
+
+
+OF_NUMPY = ("sqrt", "log", "log2", "log10", "exp")
+
+
+def as_numpy_asks(name: str) -> Callable[[Any], Callable[[Any], float]]:
+    """A method of sizes that numpy calls for its function of this name (`np.log(x.shape[1])`). Each size has its own graph."""
+    return lambda old: lambda self: getattr(math, name)(float(self))
 
 
 def limits(old: Callable[..., Any]) -> Callable[..., Any]:

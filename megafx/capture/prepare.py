@@ -40,6 +40,8 @@ from megafx.capture import tensor_hooks
 from megafx.capture.code_names import names_of
 from megafx.capture.conversions import (
     MATH,
+    OF_NUMPY,
+    as_numpy_asks,
     comparison,
     functions_with,
     hash_for_users,
@@ -215,6 +217,10 @@ def replacements(
 
     why = "what code finds out by comparing sizes is a bool, as torch's functions want one"
     table += [Replacement(torch.SymInt, f"__{x}__", comparison, why) for x in ("eq", "ne", "lt", "le", "gt", "ge")]
+
+    why = "numpy's functions of a size call methods of these names"
+    for kind in (torch.SymInt, torch.SymFloat):
+        table += [Replacement(kind, name, as_numpy_asks(name), why) for name in OF_NUMPY]
 
     why = "a text of a size, a number or a tensor would be that of the trace"
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
@@ -430,7 +436,7 @@ def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeT
 
 def _here_alone(line: Replacement) -> Any:
     """What is to stand there: what `line.new` makes, for this thread; for others what stood there before."""
-    old = line.owner.get(line.name) if isinstance(line.owner, dict) else getattr(line.owner, line.name)
+    old = line.owner.get(line.name) if isinstance(line.owner, dict) else getattr(line.owner, line.name, None)
     new, thread = line.new(old), threading.get_ident()
     if isinstance(line.owner, nn.Module) or not callable(old):
         return new  # a module that is captured has fakes for parameters: it is of no use to other threads

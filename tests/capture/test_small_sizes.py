@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpret import run_program
@@ -75,6 +76,7 @@ BRANCHES: dict[str, Head] = {
     "arithmetic of a truth": lambda h: h + (h.shape[1] > 1) * 3,
     "flag of attention": lambda h: nn.functional.scaled_dot_product_attention(h, h, h, is_causal=h.shape[1] > 1),
     "flag of a sum": lambda h: h.sum(1, keepdim=h.shape[1] != 5) + h.shape[0],
+    "logarithm of numpy": lambda h: h[:, : np.ceil(np.log(h.shape[1])).astype("int").item()] / np.sqrt(h.shape[1] / 2),
     "tuple": lambda h: 2 * h if h.shape[:2] == (1, 1) else h,
     "member": lambda h: 2 * h if h.shape[1] in (1, 9) else h,
     "or": lambda h: h / (h.shape[1] - 1 or 1),
