@@ -145,6 +145,37 @@ def as_numpy_asks(name: str) -> Callable[[Any], Callable[[Any], float]]:
     return lambda old: lambda self: getattr(math, name)(float(self))
 
 
+def quotient(turned: bool) -> Callable[[Any], Callable[[Any, Any], Any]]:
+    """`__truediv__` of sizes, or `__rtruediv__` (`turned`), whose result knows of what it is one."""
+
+    def of(old: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def divided(self: Any, other: Any) -> Any:
+            found = old(self, other)
+            if isinstance(found, torch.SymFloat) and isinstance(other, (int, torch.SymInt)):
+                found.of_sizes = (other, self) if turned else (self, other)  # type: ignore[attr-defined]
+            return found
+
+        return divided
+
+    return of
+
+
+def rounded(up: bool) -> Callable[[Any], Callable[[Any], Any]]:
+    """`__ceil__`, or `__floor__`, of a quotient of sizes: by whole numbers, as torch has no node for its own form in backward
+    (`math.ceil(length / window)`)."""
+
+    def of(old: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def whole(self: Any) -> Any:
+            if (sizes := getattr(self, "of_sizes", None)) is None:
+                return old(self)
+            above, below = sizes
+            return -(-above // below) if up else above // below
+
+        return whole
+
+    return of
+
+
 def limits(old: Callable[..., Any]) -> Callable[..., Any]:
     """torch.export's `_tensor_min_max`, also for numbers of data."""
 

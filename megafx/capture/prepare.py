@@ -48,6 +48,8 @@ from megafx.capture.conversions import (
     imported_by_name,
     limits,
     of_numbers,
+    quotient,
+    rounded,
     with_conversions,
 )
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
@@ -221,6 +223,10 @@ def replacements(
     why = "numpy's functions of a size call methods of these names"
     for kind in (torch.SymInt, torch.SymFloat):
         table += [Replacement(kind, name, as_numpy_asks(name), why) for name in OF_NUMPY]
+
+    why = "backward has no node for the ceiling of a quotient of sizes"
+    table += [Replacement(torch.SymInt, f"__{x}truediv__", quotient(x == "r"), why) for x in ("", "r")]
+    table += [Replacement(torch.SymFloat, f"__{x}__", rounded(x == "ceil"), why) for x in ("ceil", "floor")]
 
     why = "a text of a size, a number or a tensor would be that of the trace"
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):

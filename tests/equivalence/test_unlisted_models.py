@@ -362,6 +362,33 @@ def test_frequencies_are_written_into_a_complex_tensor(t: int) -> None:
     assert found.ok, str(found)
 
 
+class Windows(nn.Module):
+    """Titans: attention in windows, the last of which is filled up; their number is the ceiling of a quotient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories, self.qkv, self.out = nn.Parameter(torch.randn(2, 8)), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        windows = math.ceil(n / 5)
+        w = F.pad(x, (0, 0, 0, windows * 5 - n)).reshape(b * windows, 5, 8)
+        w = torch.cat([self.memories.expand(b * windows, -1, -1), w], 1)
+        q, k, v = self.qkv(w).chunk(3, -1)
+        y = F.scaled_dot_product_attention(
+            *(z.unflatten(-1, (2, 4)).transpose(1, 2) for z in (q, k, v)), is_causal=True
+        )
+        y = self.out(y.transpose(1, 2).flatten(2))[:, 2:].reshape(b, windows * 5, 8)[:, :n]
+        return (x + y[:, : math.floor(n / 2) * 2].sum(1, keepdim=True)).square().mean()
+
+
+@pytest.mark.parametrize("n", [10, 13])
+def test_windows_are_as_many_as_a_ceiling_says(n: int) -> None:
+    torch.manual_seed(0)
+    found = megafx.verify(Windows().double(), TWO, example_inputs=(floats(2, n, 8),), tolerance=1e-10)
+    assert found.ok, str(found)
+
+
 class Images(nn.Module):
     """Patches of images take the places of some tokens: nanoVLM, whose number of places is a product of two sizes."""
 
