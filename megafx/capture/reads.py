@@ -469,6 +469,10 @@ class Reads:
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
+        if not function.__globals__.get(
+            "__builtins__", True
+        ):  # the `__new__` of a named tuple, whose globals are its own
+            return
         package = str(function.__module__).partition(".")[0]
         if "site-packages" in code.co_filename and package not in self._packages:
             return
