@@ -68,6 +68,8 @@ def build_joint_graph(program: Program, planner: Planner) -> int:
         if spec.kind in ("param", "user") and is_floating(node) and planner.wants_grad(spec)
     ]
     losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
+    if program.call is not None:  # of a captured model, whose loss may come of frozen parameters alone
+        losses = [i for i in losses if program.outputs[i].requires_grad]
     if losses and not planner.config.differentiable_outputs:
         return differentiate(program, wrt, losses)
     return differentiate(program, wrt, differentiable_outputs(program))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from loop import Loop, situation
 from loop_models import tokens
-from torch import nn
+from torch import Tensor, nn
 
 
 def llama() -> nn.Module:
@@ -124,3 +124,49 @@ def adapters_are_switched_and_scaled(loop: Loop) -> None:
             loop.see_gradients(model)
     if not loop.eager:
         assert model.megafx.captures <= 6
+
+
+class Merging(nn.Linear):
+    """loralib's: eval() adds the product to the weight, train() takes it away."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(2, inputs))
+        self.lora_b = nn.Parameter(torch.randn(outputs, 2))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += (self.lora_b @ self.lora_a) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return y if self.merged else y + x @ self.lora_a.T @ self.lora_b.T
+
+
+class WithLoss(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@situation("https://github.com/microsoft/LoRA/issues/9")
+def adapters_are_merged_by_eval_and_taken_out_by_train(loop: Loop) -> None:
+    """Also where evaluation is not under `no_grad`: its loss comes of frozen weights, and needs no gradient."""
+    model = loop.model(WithLoss(Merging(6, 8), nn.Tanh(), Merging(8, 6)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        x = torch.randn(3, 6)
+        loss = model(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        evaluated = model(x)
+        loop.see(loss=loss, evaluated=evaluated, needs=evaluated.requires_grad)
+        model.train()
+    loop.see_gradients(model)
+    loop.see_state(model)
