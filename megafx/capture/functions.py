@@ -6,7 +6,8 @@ estimators, bounded or scaled gradients), the function stays as it is: each call
 code, forward and backward, on whole tensors on every rank (as `eager_modules` do), with a note.
 
 `torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps. The function that it is
-given is traced as if called directly, and its nodes are marked (ir.REGION): `choose_kept` makes them again in backward.
+given is traced as if called directly, and its nodes are marked (ir.REGION): `choose_kept` makes them again in backward. So are
+Functions of users that do the same (`computed_again`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megafx.capture.code_names import chains, codes
 from megafx.errors import CaptureError
 from megafx.ir.source_lines import current_user_line
+from megafx.meanwhile import meanwhile
 from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
@@ -159,6 +161,12 @@ class Applied:
         differentiated = enabled and any(x.requires_grad for x in tensors)
         if self.busy or cls.__module__.startswith(_OURS):
             return plain()
+        with meanwhile(self, busy=True):
+            again = computed_again(cls, args) if differentiated else None
+        if again is not None:
+            self.inlined(cls)
+            with self.regions.enter():
+                return again()
         self.busy = True
         try:
             if not differentiated:
@@ -261,6 +269,50 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
     finally:
         torch.set_rng_state(state)
     return True
+
+
+def computed_again(cls: type[Function], args: tuple[Any, ...]) -> Callable[[], Any] | None:
+    """The call of the function among the arguments, where it is all that the Function computes, and computes again in backward:
+    checkpointing of the user's own (guided-diffusion's, CompVis'). A function that stands in for it tells."""
+    functions = [i for i, x in enumerate(args) if callable(x) and not isinstance(x, (type, Tensor))]
+    if len(functions) != 1:
+        return None
+    calls: list[list[Any]] = []  # its arguments: a number for the tensor at that place of `args`, or what is given
+    state = torch.get_rng_state()
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+            places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+            generator = torch.Generator().manual_seed(0)
+            values = {
+                i: torch.rand(3, generator=generator, dtype=torch.float64).requires_grad_() for i in [*places, -1]
+            }
+
+            def stand_in(*given: Any) -> Tensor:
+                used = dict(values)  # also those that it is not given, as a module uses its parameters
+                calls.append([])
+                for x in given:
+                    at = next((i for i in places if isinstance(x, Tensor) and torch.equal(x, values[i])), None)
+                    calls[-1].append((at, x))
+                    if at is not None:
+                        used[at] = x
+                return torch.stack([(i + 2) * x * x for i, x in used.items()]).sum(0)
+
+            output = cls.apply(*(stand_in if i in functions else values.get(i, x) for i, x in enumerate(args)))
+            wanted = torch.stack([(i + 2) * x * x for i, x in values.items()]).sum(0)
+            if not isinstance(output, Tensor) or len(calls) != 1 or not torch.equal(output, wanted):
+                return None
+            output.sum().backward()
+            missing = [i for i, x in values.items() if x.grad is None or not torch.allclose(x.grad, 2 * (i + 2) * x)]
+    except Exception:  # it is another kind of Function
+        return None
+    finally:
+        torch.set_rng_state(state)
+    given = {id(x) for x in args}
+    owner = getattr(args[functions[0]], "__self__", args[functions[0]])
+    named = isinstance(owner, nn.Module) and all(id(p) in given for p in owner.parameters() if p.requires_grad)
+    if len(calls) != 2 or missing not in ([], [-1]) or (missing and not named):  # it may read what has no gradient then
+        return None
+    return lambda: args[functions[0]](*(x if at is None else args[at] for at, x in calls[0]))
 
 
 def _single(x: Tensor, number: float | None) -> Tensor:

@@ -154,9 +154,37 @@ def test_what_a_region_writes_is_noted(reentrant: bool) -> None:
     assert (eager.calls, model.calls) == (3, 2)
 
 
-def test_those_of_other_libraries_is_refused() -> None:
-    with pytest.raises(CaptureError, match="OwnCheckpoint .* is given a function or module") as error:
-        capture_call(Checkpointed(OwnCheckpoint.apply), (torch.randn(3, 5, 8),))
+class Doubled(OwnCheckpoint):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return OwnCheckpoint.backward(ctx, 2 * grad)
+
+
+class OfInputs(OwnCheckpoint):
+    """What the function holds has no gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(ctx.function(x), x, grad)
+
+
+def test_those_of_other_libraries_are_regions() -> None:
+    eager, x = Checkpointed(OwnCheckpoint.apply), torch.randn(3, 5, 8)
+    model = megafx.parallelize(copy.deepcopy(eager))
+    eager(x).backward()
+    model(x).backward()
+    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+    program = capture_call(Checkpointed(OwnCheckpoint.apply), (x,))
+    assert {n.meta[REGION] for n in program.graph.nodes if n.meta.get(REGION)}
+
+
+@pytest.mark.parametrize("function", [Doubled, OfInputs])
+def test_other_functions_that_are_given_one_are_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match=f"{function.__name__} .* is given a function or module") as error:
+        capture_call(Checkpointed(function.apply), (torch.randn(3, 5, 8),))
     assert "capture/test_checkpointing.py" in str(error.value) and "self.own(layer, x)" in str(error.value)
 
 

@@ -143,3 +143,59 @@ def backward_records(loop: Loop) -> None:
     for _ in range(3):
         step(loop, model, x)
         loop.see(norms=list(NORMS))
+
+
+class Recomputed(Function):
+    """guided-diffusion's checkpointing, which latent diffusion took over."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, count: int, *args: Tensor) -> Tensor:
+        ctx.function, ctx.inputs, ctx.parameters = function, list(args[:count]), list(args[count:])
+        with torch.no_grad():
+            return ctx.function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            output = ctx.function(*[x.view_as(x) for x in ctx.inputs])
+        found = torch.autograd.grad(output, ctx.inputs + ctx.parameters, grads, allow_unused=True)
+        del ctx.inputs, ctx.parameters
+        return (None, None, *found)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.time, self.down = nn.Linear(6, 8), nn.Linear(3, 8), nn.Linear(8, 6)
+
+    def block(self, x: Tensor, time: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(x) * (1 + self.time(time))))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return Recomputed.apply(self.block, 2, x, time, *self.parameters())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.out = nn.Linear(6, 6), nn.ModuleList([Residual(), Residual()]), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, time)
+        return self.out(x).square().mean()
+
+
+@situation("https://github.com/openai/guided-diffusion/blob/main/guided_diffusion/nn.py")
+def checkpointing_of_ones_own(loop: Loop) -> None:
+    model = loop.model(Stack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 6), torch.randn(4, 3))
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
+        optimizer.step()
