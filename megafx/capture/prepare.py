@@ -221,8 +221,8 @@ def replacements(
     table += [Replacement(torch.SymInt, f"__{x}__", comparison, why) for x in ("eq", "ne", "lt", "le", "gt", "ge")]
 
     why = "numpy's functions of a size call methods of these names"
-    for kind in (torch.SymInt, torch.SymFloat):
-        table += [Replacement(kind, name, as_numpy_asks(name), why) for name in OF_NUMPY]
+    for name in OF_NUMPY:
+        table += [Replacement(size, name, as_numpy_asks(name), why) for size in (torch.SymInt, torch.SymFloat)]
 
     why = "backward has no node for the ceiling of a quotient of sizes"
     table += [Replacement(torch.SymInt, f"__{x}truediv__", quotient(x == "r"), why) for x in ("", "r")]
