@@ -211,6 +211,8 @@ def _as_number(index: Any, size: Any) -> Any:
     if not whole or index.dtype == torch.bool:
         return index
     number = torch.where(index < 0, index + size, index).item()  # numbers that are read count from the start
+    if isinstance(number, int) and isinstance(size, int) and not 0 <= number < size:
+        return index  # of a loop over what was hit: that of an expert that there is not, which eager mode never takes
     torch._check(number >= 0)
     torch._check(number < size)
     return number
