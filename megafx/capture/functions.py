@@ -272,8 +272,9 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
 
 
 def computed_again(cls: type[Function], args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """The call of the function among the arguments, where it is all that the Function computes, and computes again in backward:
-    checkpointing of the user's own (guided-diffusion's, CompVis'). A function that stands in for it tells."""
+    """A call of the function among the arguments, if the Function computes nothing else, and recomputes it in backward:
+    checkpointing that users write themselves (guided-diffusion, latent diffusion). None for other Functions. The Function
+    is run once on made-up numbers, with a known function in place of its own, and the gradients are compared."""
     functions = [i for i, x in enumerate(args) if callable(x) and not isinstance(x, (type, Tensor))]
     if len(functions) != 1:
         return None

@@ -23,7 +23,7 @@ from megafx.ir.python_state import PythonState, names, same
 class Leaf:
     """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
 
-    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. contiguous: what forward was told when it asked.
+    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. contiguous: the answer when forward asked.
     """
 
     name: str
