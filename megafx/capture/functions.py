@@ -360,14 +360,15 @@ def _gradients(output: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Te
 
 
 def op_by_op(old: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of one, not optimised."""
+    """A call of one, not optimised: torch calls the Python function that it was made from where it is asked by a library, as
+    this one may be, during an export, and gives a method `self` twice."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not in_eager_code():
             _refuse_hidden_gradients(self)
         self._debug_flush_compilation_cache()
         try:
-            with torch.jit.optimized_execution(False):
+            with torch.jit.optimized_execution(False), meanwhile(torch.compiler, _is_exporting_flag=False):
                 return old(self, *args, **kwargs)
         finally:
             self._debug_flush_compilation_cache()

@@ -11,6 +11,7 @@ from loop import Loop, situation
 from torch import Tensor, nn
 
 from megafx.errors import CaptureError
+from megafx.meanwhile import meanwhile
 
 GELU = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/fusions/fused_bias_gelu.py"
 FROZEN = "https://github.com/pytorch/audio/issues/1337"
@@ -124,6 +125,22 @@ def a_frozen_module_of_torchscript_teaches(loop: Loop) -> None:
         for p in scripted.parameters():
             p.mul_(0.5)
     loop.see_gradients(model)
+
+
+@situation(FROZEN)
+def a_library_calls_the_methods_of_torchscript(loop: Loop) -> None:
+    """torch.testing does: there torch asks whether it exports, and would call the Python method, with `self` twice."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 5)))
+    for p in scripted.parameters():
+        p.requires_grad_(False)
+    names = {"old": torch._C.ScriptMethod.__call__}
+    exec(compile("def call(*args, **kwargs):\n    return old(*args, **kwargs)", torch.__file__, "exec"), names)
+    with meanwhile(torch._C.ScriptMethod, __call__=names["call"]):
+        model = loop.model(Taught(scripted, held=True))
+        loss = model(torch.randn(4, 7))
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
 
 
 @situation("https://github.com/pytorch/pytorch/issues/49063")
