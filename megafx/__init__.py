@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megafx.distributed.data import broadcast_data, check_data
     from megafx.errors import MegafxError
     from megafx.measure import profile_hardware
+    from megafx.meter import Meter
     from megafx.named_model import load_model
     from megafx.pipelining import pipeline
     from megafx.rewrite.pattern import Pattern
@@ -46,6 +47,7 @@ __all__ = [
     "Config",
     "LoadedCheckpoint",
     "MegafxError",
+    "Meter",
     "Pattern",
     "broadcast_data",
     "check_data",
@@ -86,6 +88,7 @@ _HOME = {
     "distributed.data": "broadcast_data check_data",
     "errors": "MegafxError",
     "measure": "profile_hardware",
+    "meter": "Meter",
     "named_model": "load_model",
     "pipelining": "pipeline",
     "rewrite.pattern": "Pattern register_pattern",

@@ -143,13 +143,15 @@ def accepted_outputs(
 
 
 def price_workload(program: Program, config: Config) -> None:
-    """Set the sizes that the planner prices, where the graph has such symbols: micro_batch_size (else 1) and seq_length.
+    """Set the sizes that the planner prices, where the graph has such symbols: micro_batch_size and seq_length, else those of
+    the call that was captured (of one row, where it was made up).
 
     A target sequence is as long as in the call where seq_length is that of the call.
     """
     sizes = program.sizes
-    if "batch" in sizes.symbols:
-        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size or 1
+    sizes.workload_of.update({s: max(n, 1) for s, n in sizes.of_call.items()})
+    if "batch" in sizes.symbols and config.micro_batch_size is not None:
+        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
     if config.seq_length is not None:
         of_call = sizes.of_call.get(sizes.symbols["seq"]) if "seq" in sizes.symbols else None
         for name, symbol in sizes.symbols.items():

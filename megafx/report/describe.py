@@ -94,7 +94,7 @@ def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str
 
 def _workload(sizes: dict[str, int], config: Config) -> str:
     """The sizes that are priced, and which of them nobody has given."""
-    default = {"batch"} if config.micro_batch_size is None else set()
+    default = {"batch"} if config.micro_batch_size is None and sizes.get("batch") == 1 else set()
     return ", ".join(f"{k}={v}{' (default)' * (k in default)}" for k, v in sizes.items()) or "static"
 
 

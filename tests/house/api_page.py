@@ -16,6 +16,7 @@ from megafx import testing
 from megafx.analysis.memory import Memory
 from megafx.config import GROUPS as CONFIG_GROUPS
 from megafx.config import grouped_fields
+from megafx.meter import Meter
 from megafx.planner.plan import Plan
 from megafx.report.report import Report
 
@@ -27,7 +28,9 @@ compares it with them). The model that `parallelize` returns has two more method
 reducing them) and `print_readable(path)` (the rewritten graph of one module, as Python).
 """
 GROUPS = {
-    "Parallelize and train": ["parallelize", "pipeline", "broadcast_data", "check_data", "full_gradients", "full_state_dict"],
+    "Parallelize and train": [
+        "parallelize", "pipeline", "Meter", "broadcast_data", "check_data", "full_gradients", "full_state_dict",
+    ],
     "See": ["plan", "explain", "fp8_health", "search", "predict_memory", "profile", "diff", "load_model", "profile_hardware"],
     "Verify": ["verify", "rehearse", "sabotage", "replay", "debug", "MegafxError"],
     "Weights and checkpoints": [
@@ -40,6 +43,7 @@ OBJECTS: dict[type, tuple[str, ...]] = {
     Report: ("table", "html", "trace", "to_json", "collectives", "memory"),
     Plan: ("placement_of", "diff", "save", "load"),
     Memory: (),
+    Meter: ("start", "step"),
 }
 TESTING = ("graph", "run_pass", "expect", "assert_same")
 

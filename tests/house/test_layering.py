@@ -27,7 +27,7 @@ LAYERS = [
     "capture passes checkpoint report",
     "checks",
     "compiler",
-    "runtime testing named_model measure replaying what_if profiling example_call staging",
+    "runtime testing named_model measure meter replaying what_if profiling example_call staging",
     "stage_orders",
     "equivalence rehearsal pipelining",
     "rehearsal_of_stages",
