@@ -84,7 +84,7 @@ def exchanged_bytes(program: Program, node: fx.Node, ranks: int) -> int:
     places, choices = argument(node, "places"), argument(node, "choices")
     operand: Any = node.args[0]
     value = node.meta[VAL] if node.target is mfx.combine_rows.default else operand.meta[VAL]
-    tokens = program.sizes.workload(program.sizes.of(places.meta[VAL].shape[1]))
+    tokens = program.sizes.workload(program.sizes.of(places.meta[VAL].shape[0]))
     row = program.sizes.bytes(value) // max(tokens, 1)  # of a token; with its entries, all of them
     distinct = ranks * (1 - (1 - 1 / ranks) ** choices)
     return int(tokens * distinct * row * (ranks - 1) / ranks)

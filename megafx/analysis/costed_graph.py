@@ -125,7 +125,7 @@ class _Builder:
 
     def _exchange(self, node: fx.Node) -> PricedTransition:
         """Tokens that travel to the ranks of their experts, or their sums; gradients travel back."""
-        ranks, t = argument(node, "places").meta[VAL].shape[0], self.planner.t
+        ranks, t = argument(node, "places").meta[VAL].shape[1], self.planner.t
         part = share(self.plan.ops[node.name].out, t)
         sent = int(part * exchanged_bytes(self.program, node, ranks))
         us = round(1e6 * part * exchange_seconds(self.program, node, self.planner.hardware, t), 3)

@@ -120,7 +120,7 @@ def axes_of(program: Program, t: int) -> dict[str, int]:
 def exchange_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
     """Tokens are read, sent, and written for each of their rows; of sums the other way round."""
     places: Any = argument(node, "places")
-    ranks = int(places.meta[VAL].shape[0])
+    ranks = int(places.meta[VAL].shape[1])
     sent = exchanged_bytes(program, node, ranks)
     operand: Any = node.args[0]
     moved = 2 * sent * ranks // (ranks - 1) + sum(bytes_of(program, n) for n in (node, operand))

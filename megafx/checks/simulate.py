@@ -224,12 +224,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 
 
 def _count_received(given: Sequence[tuple[Any, ...]]) -> Values:
-    sent = []
-    for ends, places, experts, ranks, _ in given:
-        each = torch.diff(ends, prepend=ends.new_zeros(1))
-        rows = F.pad(each, (0, experts * ranks - len(each))).view(ranks, experts)
-        sent.append(torch.cat([rows, (places >= 0).sum(1)[:, None]], 1))
-    return [torch.stack([of[r] for of in sent]) for r in range(len(given))]
+    return [torch.stack([counts[r] for counts, _ in given]) for r in range(len(given))]
 
 
 def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
@@ -238,14 +233,13 @@ def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
     for r in range(len(given)):
         rows: list[tuple[int, int]] = []
         first = 0
-        for order, _, ends, places, _, _, choices, _ in given:
-            for e in range(experts):
-                at = r * experts + e
-                start, end = (int(ends[min(max(k, -1), len(ends) - 1)]) if k >= 0 else 0 for k in (at - 1, at))
-                for choice in order[start:end].tolist():
-                    token = (first + int(places[r, choice // choices])) * choices + choice % choices
-                    rows.append((e, token))
-            first += int((places[r] >= 0).sum())
+        for order, _, ids, places, counts, *_, choices, _ in given:
+            goes = (places[:, r] >= 0).tolist()
+            for choice in order[: int(counts[:, :-1].sum())].tolist():
+                if int(ids[choice]) // experts == r:
+                    token = first + sum(goes[: choice // choices])
+                    rows.append((int(ids[choice]) % experts, token * choices + choice % choices))
+            first += sum(goes)
         rows.sort(key=lambda row: row[0])  # stable
         found.append(given[r][0].new_tensor([token for _, token in rows], dtype=torch.int64))
     return found
@@ -253,10 +247,10 @@ def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
 
 def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, int, int]]:
     """(rank of the experts, row there, rank of the token, row of the token times choices, and its choice)."""
-    choices = given[0][4]
-    for r, (_, _, _, rows, *_) in enumerate(given):
+    choices = given[0][6]
+    for r, (_, _, _, _, rows, *_) in enumerate(given):
         there = [
-            (q, t) for q, (_, places, *_) in enumerate(given) for t in (places[r] >= 0).nonzero().flatten().tolist()
+            (q, t) for q, (_, places, *_) in enumerate(given) for t in (places[:, r] >= 0).nonzero().flatten().tolist()
         ]
         for u, code in enumerate(rows.tolist()):
             q, t = there[code // choices]
@@ -264,16 +258,16 @@ def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, int, 
 
 
 def _dispatch_rows(given: Sequence[tuple[Any, ...]]) -> Values:
-    choices, entries = given[0][4:6]
-    made = [x.new_empty(len(rows), *x.shape[1:]) for x, _, _, rows, *_ in given]
+    choices, entries = given[0][6:8]
+    made = [x.new_empty(len(rows), *x.shape[1:]) for x, _, _, _, rows, *_ in given]
     for r, u, q, row in _arrived(given):
         made[r][u] = given[q][0][row if entries else row // choices]
     return made
 
 
 def _combine_rows(given: Sequence[tuple[Any, ...]]) -> Values:
-    choices, entries = given[0][4:6]
-    made = [y.new_zeros(places.shape[1] * (choices if entries else 1), *y.shape[1:]) for y, places, *_ in given]
+    choices, entries = given[0][6:8]
+    made = [y.new_zeros(places.shape[0] * (choices if entries else 1), *y.shape[1:]) for y, places, *_ in given]
     for r, u, q, row in _arrived(given):
         made[q][row if entries else row // choices] += given[r][0][u]
     return made

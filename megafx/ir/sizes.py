@@ -205,7 +205,8 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
-COUNTING = ("rows", "length", "repeats", "received_rows")  # ops whose result has a size that data decides
+# Ops whose result has a size that data decides, which its second argument names.
+COUNTING = ("rows", "length", "repeats", "received_rows", "rows_of_tokens")
 EAGER = "eager_call"  # some sizes of its results may be such, too
 
 

@@ -61,7 +61,7 @@ class SelectedRows:
         name, args = op_name(node), node.args
         if name == "rows":
             return self._places(node)
-        if name in ("places_of", "received_rows", "dispatch_rows", "combine_rows"):
+        if name in ("places_of", "received_rows", "rows_of_tokens", "dispatch_rows", "combine_rows"):
             return self._travels(node)
         if name == "cat" and self._are_selected(node):
             return self._below(node)
@@ -106,7 +106,7 @@ class SelectedRows:
             return R
         if name != "received_rows" and not source.is_shard and not self.same(given[0], 0):
             raise NotOwnRows(f"{name} of rows that are {source}")
-        home = self.tokens[given[1]][0 if given[5] else 1] if name == "combine_rows" else R
+        home = self.tokens[given[1]][0 if argument(node, "entries") else 1] if name == "combine_rows" else R
         return home if home.is_shard else S(0, Layout.contiguous(self.count(node), self.ranks))
 
     def _are_selected(self, node: fx.Node) -> bool:

@@ -3,13 +3,15 @@
 Before:  %order = group_order(%ids, 8); %ends = group_ends(%ids, 8); %x = group_rows(%tokens, %order, 2)      # S rows
          %h = grouped_mm(%x, %up, %ends); %y = grouped_mm(relu(%h), %down, %ends)
          %z = mul(%y, group_rows(%weights, %order, 1)); %out = sum(view(ungroup_rows(%z, %order), [T, 2, n]), [1])
-After:   %p = places_of(%ids, 2, 4, 2); %n = count_received(%ends, %p, 4, 2, 'ep'); %s = exchange_sizes(%ends, %p, %n)
-         %r = received_rows(%order, 'received0', %ends, %p, %n, %s, 2, 'ep')             # U rows: data decides how many
+After:   %p = places_of(%ids, 2, 4, 2); %t = tokens_sent(%p)
+         %c = counts_sent(%ends, %p, 4); %n = count_received(%c, 'ep'); %s = exchange_sizes(%c, %n)
+         %r = received_rows(%order, 'received0', %ids, %p, %c, %n, %s, 2, 'ep')          # U rows: data decides how many
+         %k = rows_of_tokens(%r, 'arrived0', %s, 2)
          %e = cumsum(sum(%n, [0])[:4], 0); %u = transition(%up, R -> S0, 'ep', 2); %d = transition(%down, R -> S0, 'ep', 2)
-         %x = dispatch_rows(%tokens, %p, %s, %r, 2, False, 'ep')
+         %x = dispatch_rows(%tokens, %p, %t, %s, %r, %k, 2, False, 'ep')
          %h = grouped_mm(%x, %u, %e); %y = grouped_mm(relu(%h), %d, %e)
-         %z = mul(%y, dispatch_rows(%weights, %p, %s, %r, 2, True, 'ep'))
-         %out = combine_rows(%z, %p, %s, %r, 2, False, 'ep')                             # each token's sum
+         %z = mul(%y, dispatch_rows(%weights, %p, %t, %s, %r, %k, 2, True, 'ep'))
+         %out = combine_rows(%z, %p, %t, %s, %r, %k, 2, False, 'ep')                     # each token's sum
 Legal because: what lies between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
 the same wherever it is computed. A rank takes its experts of the weights; the others' gradients are theirs.
 
@@ -68,7 +70,7 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
     for order in program.graph.find_nodes(op="call_function", target=ops.group_order.default):
         mixture = _Mixture(program, order, own)
         if mixture.products:
-            mixture.write(f"received{count}")
+            mixture.write(count)
             count += 1
     count += share_out_batches(program, own)
     if not count:
@@ -178,18 +180,23 @@ class _Mixture:
 
     # -- the ops in their place
 
-    def write(self, size: str) -> None:
+    def write(self, number: int) -> None:
         first, experts = next(iter(self.moved)), self.experts
         here, ranks, choices = self.own.here(experts), self.own.ranks, self.choices
         build = Builder(self.program, first, self.products[0], NAME)
         ends = self.products[0].args[2]
         self.places = build(ops.places_of.default, self.ids, choices, here, ranks)
-        received = build(ops.count_received.default, ends, self.places, here, ranks, EXPERT_AXIS)
-        self.sizes = build(ops.exchange_sizes.default, ends, self.places, received)
-        given = (self.order, size, ends, self.places, received, self.sizes, choices, EXPERT_AXIS)
-        self.received = build(ops.received_rows.default, *given)
-        symbol = self.received.meta[VAL].shape[0].node.expr
-        self.program.sizes.row_counts[symbol] = RowCount(size, self.rows, 1)
+        counts = build(ops.counts_sent.default, ends, self.places, here)
+        received = build(ops.count_received.default, counts, EXPERT_AXIS)
+        sizes = build(ops.exchange_sizes.default, counts, received)
+        given = (self.ids, self.places, counts, received, sizes, choices, EXPERT_AXIS)
+        self.received = build(ops.received_rows.default, self.order, f"received{number}", *given)
+        table = build(ops.rows_of_tokens.default, self.received, f"arrived{number}", sizes, choices)
+        self.tables = self.places, build(ops.tokens_sent.default, self.places), sizes, self.received, table
+        arrived = self.rows // choices * min(choices, ranks)
+        for of, name, among in ((self.received, f"received{number}", self.rows), (table, f"arrived{number}", arrived)):
+            symbol = of.meta[VAL].shape[0].node.expr
+            self.program.sizes.row_counts[symbol] = RowCount(name, among, 1)
         rows = build(aten.slice.Tensor, build(aten.sum.dim_IntList, received, [0]), 0, 0, here)
         self.ends = build(aten.cumsum.default, rows, 0)
         self.numbers: fx.Node | None = None
@@ -198,8 +205,8 @@ class _Mixture:
         for node in self.moved:
             self._leave(node)
         self.program.graph.eliminate_dead_code()
-        sizes, sent = self.program.sizes, sum(exchanged_bytes(self.program, n, ranks) for n in self.arrived.values())
-        of = sizes.workload(sizes.of(self.places.meta[VAL].shape[1]))
+        size, sent = self.program.sizes, sum(exchanged_bytes(self.program, n, ranks) for n in self.arrived.values())
+        of = size.workload(size.of(self.places.meta[VAL].shape[0]))
         leave = round(of * (1 - (1 - 1 / ranks) ** choices) * (ranks - 1))
         what = (
             f"{experts} experts of '{fqn_of(self.products[0])}' are shared out over {ranks} ranks: {here} a rank. Where "
@@ -208,7 +215,7 @@ class _Mixture:
         self.program.note("experts", what, self.made[self.products[0]])
 
     def _ways(self, entries: bool) -> tuple[Any, ...]:
-        return self.places, self.sizes, self.received, self.choices, entries, EXPERT_AXIS
+        return *self.tables, self.choices, entries, EXPERT_AXIS
 
     def _again(self, node: fx.Node) -> fx.Node:
         """The op on the rows that arrive here."""

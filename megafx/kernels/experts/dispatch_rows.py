@@ -1,20 +1,24 @@
 """Tokens travel to the ranks that have their experts, and results back (expert parallelism).
 
-    places_of(ids [S], choices, experts, ranks) -> int64 [ranks, T]: token t is row places_(r, t) of those that go to rank r;
-                       -1: it does not go there
-    count_received(ends [E], places, experts, ranks, axis) -> int64 [ranks, experts + 1]: how many rows each rank has for each
-                       expert here, and at last how many tokens it sends
-    exchange_sizes(ends, places, received) -> int64 [4, ranks] on the CPU: rows and tokens that go to each rank, and that come
-    received_rows(order [S], size, ends, places, received, sizes, choices, axis) -> int64 [U]: q * choices + j for each row that
-                       is computed here, in the order of experts: choice j of the q-th token that arrives
-    dispatch_rows(x, places, sizes, rows, choices, entries, axis) -> [U, ..]: of x [T, ..] each row's token; with `entries`, of
-                       x [S, ..] each row's own entry
-    combine_rows(y [U, ..], places, sizes, rows, choices, entries, axis) -> [T, ..]: sums of each token's rows, or [S, ..]
+    places_of(ids [S], choices, experts, ranks) -> int64 [T, ranks]: the row of token t among all rows that this rank sends,
+                       those to rank 0 first; -1: it does not go to that rank
+    tokens_sent(places) -> int64 [T * ranks]: the token of each row that is sent; zeros after the last
+    counts_sent(ends [E], places, experts) -> int64 [ranks, experts + 1]: how many rows there are for each expert of each rank,
+                       and at last how many tokens go there
+    count_received(counts, axis) -> the same of what comes from each rank
+    exchange_sizes(counts, received) -> int64 [4, ranks] on the CPU: rows and tokens that go to each rank, and that come
+    received_rows(order [S], size, ids, places, counts, received, sizes, choices, axis) -> int64 [U]: q * choices + j for each
+                       row that is computed here, in the order of experts: choice j of the q-th token that arrives
+    rows_of_tokens(rows, size, sizes, choices) -> int64 [A, choices]: where `rows` has a token's choices; -1: elsewhere
+    dispatch_rows(x, way, entries, axis) -> [U, ..]: of x [T, ..] each row's token; with `entries`, of x [S, ..] each row's own
+    combine_rows(y [U, ..], way, entries, axis) -> [T, ..]: sums of each token's rows, or [S, ..]
 
-S = T * choices: a token has `choices` experts, and row t * choices + j is choice j of token t. Rank r of the axis has the
-experts from r * experts on. `order` and `ends` are those of group_rows.py; rows after the last end travel nowhere, and give
-zeros. A token goes to a rank once, however many of its experts are there, and comes back as one sum: with 8 choices over 8
-ranks that is 5.25 rows in place of 8, over 2 ranks 2. The host waits once a mixture, for sizes. U is `size` in the graph.
+A way is (places, sent, sizes, rows, table, choices): what a mixture's exchanges have in common, computed once for all of them,
+forward and backward. S = T * choices: a token has `choices` experts, and row t * choices + j is choice j of token t. Rank r of
+the axis has the experts from r * experts on. `order` and `ends` are those of group_rows.py; rows after the last end travel
+nowhere, and give zeros. A token goes to a rank once, however many of its experts are there, and comes back as one sum: with 8
+choices over 8 ranks that is 5.25 rows in place of 8, over 2 ranks 2. The host waits once a mixture, for sizes. U is `size` in
+the graph, as is A, the number of tokens that arrive.
 
 dispatch_rows and combine_rows are linear, and each is the other's gradient. Sums have a fixed order: first over a rank's
 experts, in fp32 or wider, then over ranks. No row is dropped, whatever the router does.
@@ -23,7 +27,7 @@ Source: Lepikhin et al. 2020 (2006.16668); tokens sent once to a rank: DeepSeek-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,106 +45,117 @@ c10d = torch.ops._c10d_functional
 def places_of(ids: Tensor, choices: int, experts: int, ranks: int) -> Tensor:
     rank = (ids // experts).view(-1, choices)
     goes = (rank == torch.arange(ranks, device=ids.device)[:, None, None]).any(2)
-    return torch.where(goes, goes.cumsum(1) - 1, -1)
+    at = goes.flatten().cumsum(0).view(goes.shape) - 1
+    return torch.where(goes, at, -1).t().contiguous()
 
 
-def rows_of(ends: Tensor, experts: int, ranks: int) -> Tensor:
-    """int64 [ranks, experts]: this rank's rows for each expert of each rank; none for those beyond the last expert."""
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return torch.nn.functional.pad(counts, (0, ranks * experts - counts.shape[0])).view(ranks, experts)
+def tokens_sent(places: Tensor) -> Tensor:
+    token = torch.arange(places.shape[0], device=places.device)[:, None]
+    return places.new_zeros(places.numel() + 1).index_put_((places,), token)[:-1]  # -1: the last entry
 
 
-def count_received(ends: Tensor, places: Tensor, experts: int, ranks: int, axis: str) -> Tensor:
-    tokens = (places >= 0).sum(1, keepdim=True)
-    sent = torch.cat([rows_of(ends, experts, ranks), tokens], 1)
-    return _exchanged(sent, [1] * ranks, [1] * ranks, axis)
+def counts_sent(ends: Tensor, places: Tensor, experts: int) -> Tensor:
+    ranks = places.shape[1]
+    rows = ends.new_zeros(ranks * experts)  # none for those beyond the last expert
+    rows[: len(ends)] = ends
+    rows[1 : len(ends)].sub_(ends[:-1])
+    return torch.cat([rows.view(ranks, experts), (places >= 0).sum(0)[:, None]], 1)
 
 
-def exchange_sizes(ends: Tensor, places: Tensor, received: Tensor) -> Tensor:
-    ranks, experts = received.shape[0], received.shape[1] - 1
-    sent = rows_of(ends, experts, ranks).sum(1)
-    tokens = (places >= 0).sum(1)
-    return torch.stack([sent, tokens, received[:, :-1].sum(1), received[:, -1]]).cpu()
+def count_received(counts: Tensor, axis: str) -> Tensor:
+    each = [1] * len(counts)
+    return _exchanged(counts, each, each, axis)
+
+
+def exchange_sizes(counts: Tensor, received: Tensor) -> Tensor:
+    both = torch.stack([counts, received])
+    return torch.stack([both[..., :-1].sum(2), both[..., -1]], 1).flatten(0, 1).cpu()
 
 
 def received_rows(
-    order: Tensor, size: str, ends: Tensor, places: Tensor, received: Tensor, sizes: Tensor, choices: int, axis: str
+    order: Tensor,
+    size: str,
+    ids: Tensor,
+    places: Tensor,
+    counts: Tensor,
+    received: Tensor,
+    sizes: Tensor,
+    choices: int,
+    axis: str,
 ) -> Tensor:
-    rows_sent, _, rows_received, _ = sizes.tolist()
-    ranks, experts = received.shape[0], received.shape[1] - 1
+    rows_sent, _, rows_received, tokens_received = sizes.tolist()
+    experts = received.shape[1] - 1
     mine = order[: sum(rows_sent)]
-    to = torch.searchsorted(
-        rows_of(ends, experts, ranks).sum(1).cumsum(0), torch.arange(len(mine), device=order.device), right=True
-    )
-    sent = places[to, mine // choices] * choices + mine % choices
+    token, there = mine // choices, ids[mine] // experts
+    among = (places - _before(counts))[token, there]  # tokens that go to that rank
+    sent = torch.add(mine, among - token, alpha=choices)
     arrived = _exchanged(sent, rows_received, rows_sent, axis)
-    of_rank = torch.arange(ranks, device=order.device).repeat_interleave(
-        received[:, :-1].sum(1), output_size=len(arrived)
-    )
-    before = received[:, -1].cumsum(0) - received[:, -1]  # tokens of the ranks before
-    expert = torch.arange(experts, device=order.device).repeat(ranks)
-    of_row = expert.repeat_interleave(received[:, :-1].flatten(), output_size=len(arrived))
-    return (arrived + before[of_rank] * choices)[of_row.argsort(stable=True)]
+    apart = max(sum(tokens_received) * choices, 1)  # above every number of a row
+    first = torch.arange(0, experts * apart, apart, device=order.device)  # of an expert
+    first = torch.add(first, _before(received)[:, None], alpha=choices).flatten()  # from each rank
+    of_row = first.repeat_interleave(received[:, :-1].flatten(), output_size=len(arrived))
+    return (arrived + of_row).sort().values % apart
 
 
-def begin_dispatch(
-    x: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
-) -> Tensor:
+def _before(counts: Tensor) -> Tensor:
+    """Tokens of the ranks before."""
+    return counts[:, -1].cumsum(0) - counts[:, -1]
+
+
+def rows_of_tokens(rows: Tensor, size: str, sizes: Tensor, choices: int) -> Tensor:
+    table = rows.new_full((sum(sizes[3].tolist()) * choices,), -1)
+    return table.scatter_(0, rows, torch.arange(len(rows), device=rows.device)).view(-1, choices)
+
+
+class Way(NamedTuple):
+    """Arguments of dispatch_rows and combine_rows after the first."""
+
+    places: Tensor
+    sent: Tensor
+    sizes: Tensor
+    rows: Tensor
+    table: Tensor
+    choices: int
+    entries: bool
+    axis: str
+
+
+def begin_dispatch(x: Tensor, *way: Any) -> Tensor:
     """-> the tokens that arrive, on their way: for `end_dispatch` to wait for, with the same arguments."""
-    _, sent, _, received = sizes.tolist()
-    tokens = x.view(-1, choices, *x.shape[1:]) if entries else x
-    return _started(tokens[_tokens_sent(places, sizes)], received, sent, axis)
+    of = Way(*way)
+    _, sent, _, received = of.sizes.tolist()
+    tokens = x.view(-1, of.choices, *x.shape[1:]) if of.entries else x
+    return _started(tokens[of.sent[: sum(sent)]], received, sent, of.axis)
 
 
-def end_dispatch(
-    begun: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
-) -> Tensor:
-    arrived = _waited_for(begun, sizes)
-    return arrived.flatten(0, 1)[rows] if entries else arrived[rows // choices]
+def end_dispatch(begun: Tensor, *way: Any) -> Tensor:
+    of = Way(*way)
+    arrived = _waited_for(begun, of.sizes)
+    return arrived.flatten(0, 1)[of.rows] if of.entries else arrived[of.rows // of.choices]
 
 
 def dispatch_rows(x: Tensor, *way: Any) -> Tensor:
     return end_dispatch(begin_dispatch(x, *way), *way)
 
 
-def begin_combine(
-    y: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
-) -> Tensor:
+def begin_combine(y: Tensor, *way: Any) -> Tensor:
     """-> the sums that come home, on their way: for `end_combine` to wait for, with the same arguments."""
-    _, sent, _, received = sizes.tolist()
-    arrived = sum(received)
-    if entries:
-        back = y.new_zeros(arrived * choices, *y.shape[1:]).index_copy_(0, rows, y).view(arrived, choices, *y.shape[1:])
-    else:
-        table = rows.new_full((arrived * choices,), -1).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
-        back = _sum(y, table.view(arrived, choices))
-    return _started(back, sent, received, axis)
+    of = Way(*way)
+    _, sent, _, received = of.sizes.tolist()
+    back = _sum(y, of.table.view(-1, 1)) if of.entries else _sum(y, of.table)
+    if of.entries:
+        back = back.view(-1, of.choices, *y.shape[1:])
+    return _started(back, sent, received, of.axis)
 
 
-def end_combine(
-    begun: Tensor, places: Tensor, sizes: Tensor, rows: Tensor, choices: int, entries: bool, axis: str
-) -> Tensor:
-    home = _sum(_waited_for(begun, sizes), _there(places, sizes))
-    return home.flatten(0, 1) if entries else home
+def end_combine(begun: Tensor, *way: Any) -> Tensor:
+    of = Way(*way)
+    home = _sum(_waited_for(begun, of.sizes), of.places)
+    return home.flatten(0, 1) if of.entries else home
 
 
 def combine_rows(y: Tensor, *way: Any) -> Tensor:
     return end_combine(begin_combine(y, *way), *way)
-
-
-def _there(places: Tensor, sizes: Tensor) -> Tensor:
-    """int64 [T, ranks]: where each token is among all that this rank sends; -1 where it does not go."""
-    sent = sizes[1].to(places.device, non_blocking=True)
-    before = (sent.cumsum(0) - sent)[:, None]
-    return torch.where(places < 0, -1, places + before).t().contiguous()
-
-
-def _tokens_sent(places: Tensor, sizes: Tensor) -> Tensor:
-    """int64 [N]: the tokens that this rank sends, those to rank 0 first."""
-    there, count = _there(places, sizes), int(sizes[1].sum())
-    token = torch.arange(places.shape[1], device=places.device)[:, None].expand_as(there)
-    found = places.new_empty(count + 1)  # at last what does not go
-    return found.scatter_(0, torch.where(there < 0, count, there).flatten(), token.flatten())[:count]
 
 
 def _started(x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor:
@@ -159,66 +174,94 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], axis: str) -> Te
 
 
 # A way on one rank: four tokens of one choice, of two experts.
-_ENDS, _PLACES, _SIZES = torch.tensor([1, 4]), torch.arange(4)[None], torch.full((4, 1), 4)
-_RECEIVED, _ORDER = torch.tensor([[1, 3, 4]]), torch.tensor([2, 0, 1, 3])
-_MOVES = "(Tensor {0}, Tensor places, Tensor sizes, Tensor rows, int choices, bool entries, str axis) -> Tensor"
+_IDS, _ENDS, _PLACES = torch.tensor([1, 1, 0, 1]), torch.tensor([1, 4]), torch.arange(4)[:, None]
+_COUNTS, _SIZES, _ORDER = torch.tensor([[1, 3, 4]]), torch.full((4, 1), 4), torch.tensor([2, 0, 1, 3])
+_WAY = (_PLACES, torch.arange(4), _SIZES, _ORDER, torch.tensor([[1], [2], [0], [3]]), 1, False, "ep")
+_MOVES = (
+    "(Tensor {0}, Tensor places, Tensor sent, Tensor sizes, Tensor rows, Tensor table, int choices, bool entries, str axis) "
+    "-> Tensor"
+)
 
 define_op(
     "places_of(Tensor ids, int choices, int experts, int ranks) -> Tensor",
-    rule="nl: ~s! -> r! t!",
+    rule="nl: ~s! -> t! r!",
     samples=[(ids_of(4, 6), 2, 2, 2)],
     reference=places_of,
-    fake=lambda ids, choices, experts, ranks: ids.new_empty(ranks, ids.shape[0] // choices),
+    fake=lambda ids, choices, experts, ranks: ids.new_empty(ids.shape[0] // choices, ranks),
 )
 define_op(
-    "count_received(Tensor ends, Tensor places, int experts, int ranks, str axis) -> Tensor",
-    rule="nl: ~e!, ~r! t! -> r! x!",
-    samples=[(_ENDS, _PLACES, 2, 1, "ep")],
+    "tokens_sent(Tensor places) -> Tensor",
+    rule="nl: ~t! r! -> n!",
+    samples=[(_PLACES,)],
+    reference=tokens_sent,
+    fake=lambda places: places.new_empty(places.shape[0] * places.shape[1]),
+)
+define_op(
+    "counts_sent(Tensor ends, Tensor places, int experts) -> Tensor",
+    rule="nl: ~e!, ~t! r! -> r! x!",
+    samples=[(_ENDS, _PLACES, 2)],
+    reference=counts_sent,
+    fake=lambda ends, places, experts: ends.new_empty(places.shape[1], experts + 1),
+)
+define_op(
+    "count_received(Tensor counts, str axis) -> Tensor",
+    rule="nl: ~r! x! -> r! x!",
+    samples=[(_COUNTS, "ep")],
     reference=count_received,
-    fake=lambda ends, places, experts, ranks, axis: ends.new_empty(ranks, experts + 1),
+    fake=lambda counts, axis: torch.empty_like(counts),
 )
 define_op(
-    "exchange_sizes(Tensor ends, Tensor places, Tensor received) -> Tensor",
-    rule="nl: ~e!, ~r! t!, ~r! x! -> f! r!",
-    samples=[(_ENDS, _PLACES, _RECEIVED)],
+    "exchange_sizes(Tensor counts, Tensor received) -> Tensor",
+    rule="nl: ~r! x!, ~r! x! -> f! r!",
+    samples=[(_COUNTS, _COUNTS)],
     reference=exchange_sizes,
-    fake=lambda ends, places, received: torch.empty(4, received.shape[0], dtype=torch.int64, device="cpu"),
+    fake=lambda counts, received: torch.empty(4, received.shape[0], dtype=torch.int64, device="cpu"),
 )
 define_op(
-    "received_rows(Tensor order, str size, Tensor ends, Tensor places, Tensor received, Tensor sizes, int choices, str axis) "
-    "-> Tensor",
-    rule="nl: ~s!, ~e!, ~r! t!, ~r! x!, ~f! r! -> ~u!",
-    samples=[(_ORDER, "u0", _ENDS, _PLACES, _RECEIVED, _SIZES, 1, "ep")],
+    "received_rows(Tensor order, str size, Tensor ids, Tensor places, Tensor counts, Tensor received, Tensor sizes, "
+    "int choices, str axis) -> Tensor",
+    rule="nl: ~s!, ~s!, ~t! r!, ~r! x!, ~r! x!, ~f! r! -> ~u!",
+    samples=[(_ORDER, "u0", _IDS, _PLACES, _COUNTS, _COUNTS, _SIZES, 1, "ep")],
     reference=received_rows,
     fake=lambda order, size, *_: order.new_empty(size_named(order, size)),
 )
 define_op(
+    "rows_of_tokens(Tensor rows, str size, Tensor sizes, int choices) -> Tensor",
+    rule="nl: ~u!, ~f! r! -> ~a! c!",
+    samples=[(_ORDER, "a0", _SIZES, 1)],
+    reference=rows_of_tokens,
+    fake=lambda rows, size, sizes, choices: rows.new_empty(size_named(rows, size), choices),
+)
+define_op(
     "dispatch_rows" + _MOVES.format("x"),
-    rule="lin: s! ..., ~r! t!, ~f! r!, ~u! -> u! ...",
-    samples=[(real(4, 6), _PLACES, _SIZES, _ORDER, 1, False, "ep")],
+    rule="lin: s! ..., ~t! r!, ~n!, ~f! r!, ~u!, ~a! c! -> u! ...",
+    samples=[(real(4, 6), *_WAY)],
     reference=dispatch_rows,
-    fake=lambda x, places, sizes, rows, choices, entries, axis: x.new_empty(rows.shape[0], *x.shape[1:]),
+    fake=lambda x, *way: x.new_empty(Way(*way).rows.shape[0], *x.shape[1:]),
 )
 define_op(
     "combine_rows" + _MOVES.format("y"),
-    rule="lin: u! ..., ~r! t!, ~f! r!, ~u! -> s! ...",
-    samples=[(real(4, 6), _PLACES, _SIZES, _ORDER, 1, False, "ep")],
+    rule="lin: u! ..., ~t! r!, ~n!, ~f! r!, ~u!, ~a! c! -> s! ...",
+    samples=[(real(4, 6), *_WAY)],
     reference=combine_rows,
-    fake=lambda y, places, sizes, rows, choices, entries, axis: y.new_empty(
-        places.shape[1] * (choices if entries else 1), *y.shape[1:]
-    ),
+    fake=lambda y, *way: y.new_empty(_home(Way(*way)), *y.shape[1:]),
 )
 
 
+def _home(way: Way) -> Any:
+    """How many rows come home."""
+    return way.places.shape[0] * (way.choices if way.entries else 1)
+
+
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, places, sizes, rows, *ctx.how = inputs
-    ctx.save_for_backward(places, sizes, rows)
+    _, *tables, ctx.choices, ctx.entries, ctx.axis = inputs
+    ctx.save_for_backward(*tables)
 
 
 def _gradient(of: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        made = getattr(torch.ops.megafx, of).default(grad, *ctx.saved_tensors, *ctx.how)
-        return made, *[None] * 6
+        made = getattr(torch.ops.megafx, of).default(grad, *ctx.saved_tensors, ctx.choices, ctx.entries, ctx.axis)
+        return made, *[None] * 8
 
     return backward
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import megafx
 from megafx.api import _compiled
 from megafx.example_call import ExampleCall
+from megafx.ir.nodes import op_name
 from megafx.kernels.experts.dispatch_rows import begin_combine, begin_dispatch, end_combine, end_dispatch
 from megafx.ops.axes import Mesh
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -89,6 +90,13 @@ def test_the_shared_expert_runs_while_tokens_travel(first: bool) -> None:
     # gradients of sums go where tokens went, and gradients of tokens come back
     assert max(meanwhile(backward, *go), meanwhile(backward, *back)) >= 3, "of 4: one may have run before its start"
     assert sum(map(_is_of_shared, backward.nodes)) == 4
+
+
+def test_backward_knows_where_rows_are() -> None:
+    """What the moves have in common is computed once, in forward."""
+    found = [[*map(op_name, graph.nodes)] for graph in graphs(True)]
+    common = ("places_of", "tokens_sent", "counts_sent", "exchange_sizes", "rows_of_tokens")
+    assert [[names.count(name) for name in common] for names in found] == [[1] * 5, [0] * 5], found
 
 
 @pytest.mark.parametrize("first", [False, True])
