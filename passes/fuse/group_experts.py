@@ -13,9 +13,10 @@ The experts are walked in step, from what they add backward; each op is then don
 shards, after planning. Weights are read as one tensor, as by `merge_linears`, which has run before: parameters and gradients
 lie in one memory. Library: torch's grouped product (CUDA).
 
-`moe_grouped_gemm` 'auto': by the price of the ops that go and of those that come (analysis/prices.py), none of which takes less
-than its launch. Grouped products of small groups are slower than as many single ones of a weight each, and of all experts'
-rows more is held at once (RESULTS.md): one by one is the better where experts are few and large. True: always.
+`moe_grouped_gemm` 'auto': by the price of the ops that go and of those that come (analysis/prices.py). None takes less than its
+launch, nor, where the host waits for the number of rows, than the launches that then find nothing queued. Grouped products of
+small groups are slower than as many single ones of a weight each, and of all experts' rows more is held at once (RESULTS.md):
+one by one is the better for two to four large experts. True: always.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ NAME = "group_experts"
 ops, aten = torch.ops.megafx, torch.ops.aten
 # Of the price, what grouping has to save: it holds up to twice as much (0.79 and 1.47 GiB, 0.94 and 1.84; RESULTS.md).
 LEAST_GAIN = 0.1
+# Launches during which the device has nothing to do where the host waits for a number of rows: nonzero's own kernels, and those
+# up to the first product. Of the 10.06 ms of 8 experts one by one (RESULTS.md, H200, 2026-11-22) the products and launches are
+# 9.05 as modelled, router and loss 0.3; the rest is 8 waits of 9 launches.
+WAIT = 9
 
 
 def group_experts(program: Program, planner: Planner) -> int:
@@ -132,14 +137,15 @@ class _Grouping(InStep):
         return self.planner.config.moe_grouped_gemm == "auto"
 
     def _microseconds(self, nodes: list[fx.Node]) -> float:
-        """Of a step; an op has to be launched."""
+        """Of a step; an op has to be launched, and for numbers of rows the host waits."""
         total, hardware = 0.0, self.planner.hardware
         for node in nodes:
             once = seconds(self.program, node, hardware, self.planner.t)
+            host = hardware.launch_seconds * (WAIT if node.target is ops.rows.default else 1)
             value = node.meta[VAL]
             has_gradient = self.planner.training and isinstance(value, torch.Tensor) and value.is_floating_point()
             passes = TRAINING_PASSES if has_gradient else 1
-            total += passes * max(once, hardware.launch_seconds) if once else 0.0
+            total += passes * max(once, host) if once else 0.0
         return 1e6 * total
 
     def _check(self, products: tuple[fx.Node, ...]) -> None:

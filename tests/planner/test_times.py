@@ -62,13 +62,13 @@ def test_grouped_products_of_many_small_experts_take_what_the_measured_steps_lea
     assert least < total < most
 
 
-def test_grouped_products_of_few_large_experts_are_nearly_as_fast_as_single_ones() -> None:
-    """RESULTS.md, experts of a list: a step of 8 experts with ffn 8192 takes 10.33 ms, one by one 10.06; H200."""
+def test_grouped_products_of_few_large_experts_are_as_fast_as_single_ones() -> None:
+    """RESULTS.md, experts of a list: steps of 8 experts with ffn 8192 leave them 0.9 (H100) and 1.06 (H200) of their time."""
     hardware = Hardware.load("h200-nvlink")
     shapes = [(2048, 16384, 2048), (2048, 2048, 8192)]
     single = sum(8 * product_seconds(*shape, "bfloat16", 2, hardware) for shape in shapes)
     grouped = sum(grouped_seconds(8, *shape, "bfloat16", 2, hardware) for shape in shapes)
-    assert 1.03 < grouped / single < 1.15
+    assert 0.95 < grouped / single < 1.05
     assert grouped_seconds(1, 8, 8, 8, "bfloat16", 2, HW) == pytest.approx(2.1 * 1024 / 100.0)
     once = replace(HW, kernel_seconds=3.0)
     fixed = grouped_seconds(4, 8, 8, 8, "bfloat16", 2, once) - grouped_seconds(4, 8, 8, 8, "bfloat16", 2, HW)
