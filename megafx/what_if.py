@@ -26,6 +26,7 @@ from megafx.compiler.stages import before, describe_plan, passes_of, since
 from megafx.config import Config
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import VAL, Input, Program
+from megafx.passes.experts.capacity_experts import most_experts
 from megafx.passes.experts.expert_chains import chains
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import DDP, DataAxis
@@ -370,15 +371,18 @@ class _Search:
         return [1, *(e for e in range(2, most + 1) if d % e == 0)]
 
     def _experts(self, config: Config) -> int:
-        """Experts of the largest mixture that is computed by grouped products, or is a list."""
+        """Experts of the largest mixture that is computed by grouped products, is a list, or has a capacity."""
         if self.most_experts is None:
             targets = (torch.ops.megafx.grouped_mm.default, torch.ops.aten._grouped_mm.default)
             found = [n for target in targets for n in self.captured.graph.find_nodes(op="call_function", target=target)]
-            self.most_experts = max((n.args[1].meta[VAL].shape[0] for n in found), default=1)
+            most = [n.args[1].meta[VAL].shape[0] for n in found]
             if not found and any(
                 "index_add" in str(n.target) or "index_put" in str(n.target) for n in self.captured.graph.nodes
             ):
-                self.most_experts = max(map(len, chains(self._without_experts(config).graph)), default=1)
+                most += map(len, chains(self._without_experts(config).graph))
+            if not most and any(s.kind == "param" and n.meta[VAL].dim() == 3 for n, s in self.captured.input_nodes()):
+                most.append(most_experts(self._without_experts(config)))
+            self.most_experts = max(most, default=1)
         return self.most_experts
 
     def _ready(self, config: Config) -> tuple[Program, dict[str, int]]:

@@ -37,6 +37,14 @@ def share_out_batches(program: Program, own: OwnExperts) -> int:
     return _Batches(program, own).run()
 
 
+def most_experts(program: Program) -> int:
+    """Experts of the largest such mixture; 1 where there is none."""
+    found = _Batches(program, OwnExperts(program, 1, 1))
+    found.find()
+    values = [found.values[node] for node in found.products]
+    return max((value.rule.sizes[value.experts] for value in values), default=1)
+
+
 class _Value(NamedTuple):
     """rule: of the op. experts, rows: factors. dims: of the result, those of experts and of rows."""
 
@@ -58,9 +66,7 @@ class _Batches:
         self.arrived: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> int:
-        for node in self.program.graph.nodes:
-            if node.op == "call_function" and isinstance(node.meta[VAL], torch.Tensor):
-                self._follow(node)
+        self.find()
         between: dict[fx.Node, None] = {}
         for node in reversed(self.values):
             if node in self.products or any(user in between for user in node.users):
@@ -76,6 +82,11 @@ class _Batches:
         return len(self.products)
 
     # -- what is computed where
+
+    def find(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and isinstance(node.meta[VAL], torch.Tensor):
+                self._follow(node)
 
     def _follow(self, node: fx.Node) -> None:
         known = [a for a in node.all_input_nodes if a in self.values]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from capacity_mixtures import Model as Capacity
+from capacity_mixtures import a_call
 from index_dispatch import HIDDEN
 from listed_mixtures import Model as Listed
 
@@ -65,6 +67,20 @@ def test_experts_of_a_list_are_tried() -> None:
         model, 2, "78GiB", CONFIG, example_inputs=(torch.randn(2, 5, HIDDEN),), batches=(2,), shown=100
     )
     assert (1, 2) in sizes(tried), str(tried)
+
+
+def test_experts_with_a_capacity_are_tried() -> None:
+    tried = megafx.search(Capacity().double(), 2, "78GiB", CONFIG, example_inputs=a_call(), batches=(4,), shown=100)
+    assert (1, 2) in sizes(tried) and not tried.refused, str(tried)
+    forms = {
+        c.config.expert_model_parallel_size: c
+        for c in every(tried)
+        if c.config.tensor_model_parallel_size == 1 and c.config.data_parallel == "ddp"
+    }
+    experts = sum(8 * p.numel() for n, p in Capacity().named_parameters() if n in ("moe.up", "moe.down"))
+    saved = forms[1].memory["parameters"] - forms[2].memory["parameters"]
+    assert saved == pytest.approx(experts / 2, abs=4), "their biases are repeated, and whole on each rank"
+    assert forms[2].parts["data-parallel collectives"] > 0
 
 
 def test_ranks_that_share_out_experts_are_tried_and_win_where_experts_are_many_and_small() -> None:
