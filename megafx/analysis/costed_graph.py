@@ -274,7 +274,7 @@ class _Builder:
                 seen.add((root, placement))
                 if index[node] not in counted:
                     ops[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
-            counted.add(index[node])  # of like layers the first stands for all
+            counted.add(index[node])  # the first of like layers represents all
 
     def _hold(self, regions: list[Region], ops: list[CostedOp], index: dict[fx.Node, int]) -> None:
         """Parameters count where they are first read."""

@@ -56,7 +56,7 @@ def like_layers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 class AroundForward:
-    """What stands on a module in place of its forward, and in a trace calls that. replaced: the one that the user had put on
+    """Replaces the forward of a module, and in a trace calls it. replaced: the one that the user had put on
     the module; None: that of its class."""
 
     replaced: Any

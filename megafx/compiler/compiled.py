@@ -122,12 +122,13 @@ class Compiled:
             runner.run(program, since(add_pending, passes_of(planner, "communication")))
         return Compiled(program, planner, runner)
 
-    def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
-        """What this rank runs of another backward, and the gradients that it takes in addition."""
+    def deferred(self, executable: Executable, gradients: Gradients) -> tuple[Executable, list[Pending]]:
+        """What this rank runs of another backward than that of `executable`, and the gradients that it takes in addition."""
         other = self.with_gradients(gradients)
         program = other.program
         assert other.runner is not None
         made = _executable(program, other.planner, other.runner)
+        assert made.takes_what(executable), "the backward graphs of one call keep the same"
         late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
         return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
 

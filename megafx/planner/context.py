@@ -111,7 +111,7 @@ def accepts(wanted: Accepts, placement: Placement) -> bool:
     return placement.kind in wanted or placement.tag in wanted or placement in wanted
 
 
-def way_out(wanted: Accepts) -> Placement:
+def output_placement(wanted: Accepts) -> Placement:
     """The placement that an output is moved to where its own is not accepted."""
     return next((p for p in wanted if isinstance(p, Placement)), I)
 

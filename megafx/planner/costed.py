@@ -84,8 +84,8 @@ class Region:
 
 @dataclass
 class CostedGraph:
-    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
-    that stands for it) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
+    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of its
+    region) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
     those of which data-parallel ranks have their experts alone."""
 
     regions: list[Region]

@@ -25,7 +25,7 @@ from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.placements.types import I, P, Placement, R, S
-from megafx.planner.context import Accepts, Planner, accepts, way_out
+from megafx.planner.context import Accepts, Planner, accepts, output_placement
 from megafx.planner.cost import (
     PARTIAL_GRADIENT_TIE_SECONDS,
     PARTIAL_TIE_SECONDS,
@@ -221,7 +221,7 @@ class Problem:
         wanted = self.planner.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
-        return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
+        return min(self.transition_seconds(node, p, output_placement(wanted)) for p in (src, *others))
 
     def _value_key(self, node: fx.Node) -> tuple[Any, ...]:
         return (
@@ -266,8 +266,8 @@ class Problem:
     ) -> tuple[list[tuple[Placement, tuple[Placement, ...]]], np.ndarray]:
         produced = _distinct(s.out for s in self.domains[node])
         asked = _distinct(s.ins[u.index] for u in uses for s in self.domains[u.consumer])
-        if leaves is not None and way_out(leaves) not in asked:
-            asked.append(way_out(leaves))
+        if leaves is not None and output_placement(leaves) not in asked:
+            asked.append(output_placement(leaves))
         domain, prices = [], []
         for src in produced:
             others = [p for p in asked if p != src]
@@ -320,7 +320,7 @@ class Problem:
             wanted = list(self.values[node][assignment["val", node]][1])
         leaves = self.planner.accepts.get(node)
         if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
-            wanted.append(way_out(leaves))
+            wanted.append(output_placement(leaves))
         return self.tree(node, src, tuple(wanted))[1]
 
 

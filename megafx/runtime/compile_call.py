@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from megafx.compiler.compiled import Compiled, Pending
-from megafx.compiler.executable import Executable
+from megafx.compiler.compiled import Compiled
 from megafx.compiler.kept_values import KeptValues
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.compiler.runner import Runner
@@ -19,7 +18,7 @@ from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.kernels.common.ahead import get_ready
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Gradients, Planner, in_training
+from megafx.planner.context import Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
 from megafx.runtime.cache_shard import CacheShard
@@ -218,7 +217,7 @@ def _bound(
     joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)
     if program.before_reduction is not None:
-        of = functools.cache(functools.partial(_held_back, compiled, executable))
+        of = functools.cache(functools.partial(compiled.deferred, executable))
         made.holding = HeldBack(of, planner.config.gradient_accumulation_fusion)
     if not compiled.planner.keeps_casts and (weights := compiled.weights_in_fp8):
         made.weights_in_fp8 = weights
@@ -240,9 +239,3 @@ def _keeping(
     other = _bound(keeping, call, planner, settled, stored)
     other.beside, other.differentiable = made.beside, made.differentiable
     return other
-
-
-def _held_back(compiled: Compiled, executable: Executable, gradients: Gradients) -> tuple[Executable, list[Pending]]:
-    made, pending = compiled.held_back(gradients)
-    assert made.takes_what(executable), "the backward graphs of one call keep the same"
-    return made, pending

@@ -22,9 +22,11 @@ from megafx.analysis.experts import rows_added
 from megafx.analysis.joined_parameters import mark
 from megafx.ir.nodes import CASTS, COPIES, argument, behind, is_draw, op_name
 from megafx.ir.program import PLACEMENT, VAL, Builder, Program
+from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.kernels import nonzero  # noqa: F401  registers the ops
 from megafx.kernels.activation import activation  # noqa: F401  registers the ops
-from megafx.placements.types import I
+from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
+from megafx.placements.types import I, Placement, S
 from megafx.rules.families import VIEWS
 
 ops, aten = torch.ops.megafx, torch.ops.aten
@@ -108,9 +110,15 @@ class Refused(Exception):
 
 class InStep:
     """The experts of a chain, whose values are given as tuples with one of each. places: of each, where its mask is true.
-    build: makes nodes before the last sum of the chain. known: what has been made once for all experts."""
+    build: makes nodes before the last sum of the chain. known: what has been made once for all experts.
+
+    A subclass puts rows and weights of all experts together: `of_rows`, `of_each`, `stacked`. rows: how many, structural. ids:
+    int64 [rows], their experts. products: those that one does.
+    """
 
     name = ""
+    rows: int
+    ids: fx.Node
 
     def __init__(self, program: Program, chain: list[Added]) -> None:
         self.program, self.chain = program, chain
@@ -118,6 +126,97 @@ class InStep:
         self.build = Builder(program, self.last, self.last, self.name)
         self.places: tuple[fx.Node, ...] = ()
         self.known: dict[tuple[Any, ...], fx.Node] = {}
+        self.products: list[tuple[fx.Node, ...]] = []
+
+    def find_places(self, values: tuple[Any, ...]) -> None:
+        """values: with the rows of each expert. Raises Refused."""
+        symbols, found = [row_symbol(value) for value in values], row_sources(self.program.graph)
+        places = [found[s][0] for s in symbols if s in found and found[s][0].target is ops.rows.default]
+        if len({*symbols}) < len(symbols) or len(places) < len(symbols):
+            raise Refused("their rows are not selected by a mask each")
+        self.places = tuple(places)
+
+    # -- doing it once
+
+    def batch(self, values: tuple[Any, ...]) -> fx.Node:
+        """[rows, ..], of all experts, one below the other, where each has [rows, ..] or [1, rows, ..]. Raises Refused."""
+        if values not in self.known:
+            if not self.alike(values):
+                raise Refused(f"{op_name(values[0])} has no form that does the rows of all experts")
+            self.known[values] = mark(self._do(values), _of_rows(values[0]))
+        return self.known[values]
+
+    def _do(self, values: tuple[fx.Node, ...]) -> fx.Node:
+        first, operands = values[0], self.operands(values)
+        if first.target is aten.linear.default:
+            self.products.append(values)
+            x, weight, *bias = operands
+            turned = self.build(aten.transpose.int, self.stacked(weight), 1, 2)
+            made = self.build(ops.grouped_mm.default, self.batch(x), turned, self._ends())
+            return self._biased(mark(made, _of_rows(first)), bias[0]) if bias and bias[0][0] is not None else made
+        if first.target is aten.index.Tensor:
+            return self._taken(values)
+        if str(first.target) in VIEWS:
+            x, rows = self.batch(operands[0]), SizeEmitter(self.program.graph, self.program.sizes)(self.rows)
+            return self.build(aten.reshape.default, x, [rows, *tail(first)])
+        own = BIASED.get(first.target)  # type: ignore[call-overload]  # another target has none
+        args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(operands)]
+        if own is not None and args[own] is not None:
+            args[0], args[own] = self._biased(args[0], operands[own]), None
+        return self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]  # an op
+
+    def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
+        """A number, a tensor without rows that all experts share, or the rows of all."""
+        if not isinstance(each[0], fx.Node):
+            return each[0]
+        if is_one(each) and not has_rows(each[0], user):
+            if each[0].meta[VAL].dim() > len(tail(user)) + 1:
+                raise Refused(f"{op_name(user)} reads a value of more dims than a row")
+            return each[0]
+        return self.batch(each)
+
+    def _ends(self) -> fx.Node:
+        """int64 [experts]: where the rows of each end."""
+        key = ("ends",)
+        if key not in self.known:
+            self.known[key] = self.build(ops.group_ends.default, self.ids, len(self.chain))
+        return self.known[key]
+
+    def _biased(self, x: fx.Node, biases: tuple[Any, ...]) -> fx.Node:
+        """With the bias of each row's expert."""
+        own = self.build(aten.index_select.default, self.stacked(biases), 0, self.expert())
+        return self.build(aten.add.Tensor, x, own)
+
+    def _taken(self, values: tuple[fx.Node, ...]) -> fx.Node:
+        """value[column, ..]: what is each row's."""
+        sources: Any = tuple(v.args[0] for v in values)
+        source, columns = sources[0], list[tuple[Any, ...]]()
+        for each in self.operands(values):
+            if each[0] is not None:
+                columns.append(each)
+                continue
+            if columns or source.meta[VAL].shape[0] != 1:
+                raise Refused("a value is read by rows that are not its first dim")
+            source = mark(self.build(aten.select.int, source, 0, 0), without_first(source))
+        return self.of_rows(source, columns) if is_one(sources) else self.of_each(sources, columns)
+
+    def of_rows(self, value: fx.Node, columns: list[tuple[Any, ...]]) -> fx.Node:
+        """What each row of all experts has of a value, whose first dims these columns index. Raises Refused."""
+        raise NotImplementedError
+
+    def of_each(self, values: tuple[fx.Node, ...], columns: list[tuple[Any, ...]]) -> fx.Node:
+        """The same of a value of each expert."""
+        raise NotImplementedError
+
+    def stacked(self, values: tuple[Any, ...]) -> fx.Node:
+        """Weights [n, k] -> [experts, n, k], biases [n] -> [experts, n]."""
+        raise NotImplementedError
+
+    def expert(self) -> fx.Node:
+        """int64 [rows]: the expert of each, in the order of the rows that are computed."""
+        raise NotImplementedError
+
+    # -- what is alike of the experts
 
     def linears(self, values: tuple[Any, ...]) -> list[tuple[fx.Node, ...]]:
         """Products of the experts that are reached in step from what they add."""
@@ -293,3 +392,20 @@ def has_rows(value: fx.Node, user: fx.Node) -> bool:
 def numbers(node: fx.Node) -> list[Any]:
     """Arguments that are no values of the graph."""
     return [*(a for a in node.args if not isinstance(a, fx.Node)), *sorted(node.kwargs.items())]
+
+
+def tail(value: fx.Node) -> list[int]:
+    """Sizes of a row, of [rows, ..] or [1, rows, ..]."""
+    shape = value.meta[VAL].shape
+    return [*map(int, shape[1 if row_symbol(value) is not None else 2 :])]
+
+
+def _of_rows(value: fx.Node) -> Placement | None:
+    """How [rows, ..] is placed of which this is the value, or [1, rows, ..]."""
+    return value.meta.get(PLACEMENT) if row_symbol(value) is not None else without_first(value)
+
+
+def without_first(value: fx.Node) -> Placement | None:
+    """How value[0] is placed."""
+    placement: Placement | None = value.meta.get(PLACEMENT)
+    return S(placement.dim - 1, placement.cut) if placement is not None and placement.is_shard else placement

@@ -27,22 +27,11 @@ from torch import fx
 
 from megafx.ir.nodes import CASTS, COPIES, behind, op_name
 from megafx.ir.program import VAL, Phase, Program, fqn_of
-from megafx.ir.sizes import SizeEmitter, row_sources
+from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
-from megafx.passes.experts.expert_chains import (
-    BIASED,
-    InStep,
-    Refused,
-    chains,
-    has_rows,
-    is_one,
-    numbers,
-    one_op,
-    row_symbol,
-)
+from megafx.passes.experts.expert_chains import InStep, Refused, chains, is_one, numbers, one_op, tail
 from megafx.passes.experts.expert_units import chosen_among
 from megafx.planner.context import Planner
-from megafx.rules.families import VIEWS
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "stack_lists"
@@ -83,12 +72,7 @@ class _Stacking(InStep):
         self.experts = len(self.chain)
         added = tuple(each.y for each in self.chain)
         linears = self.linears(added)
-        symbols, found = [row_symbol(value) for value in added], row_sources(self.program.graph)
-        if len({*symbols}) < len(symbols) or not all(
-            s in found and found[s][0].target is ops.rows.default for s in symbols
-        ):
-            raise Refused("their rows are not selected by a mask each")
-        self.places = tuple(found[s][0] for s in symbols)  # type: ignore[index]  # none is None
+        self.find_places(added)
         if not linears:
             raise Refused(
                 f"they do not do the same, or {op_name(added[0])} has no form that does the rows of all experts"
@@ -103,7 +87,7 @@ class _Stacking(InStep):
             y = self.build(aten.mul.Tensor, y, self.build(ops.group_rows.default, given, self.order, 1))
         back = self.build(ops.ungroup_rows.default, y, self.order)
         if self.choices > 1:
-            back = self.build(aten.reshape.default, back, [self._emit(self.tokens), self.choices, *_tail(added[0])])
+            back = self.build(aten.reshape.default, back, [self._emit(self.tokens), self.choices, *tail(added[0])])
             back = self.build(aten.sum.dim_IntList, back, [1])
         self.last.replace_all_uses_with(self.build(aten.add.Tensor, self.chain[0].out, back))
 
@@ -143,7 +127,6 @@ class _Stacking(InStep):
         self.ids = self.build(aten.reshape.default, ids, [self._emit(self.rows)])
         self.by_token = ids
         self.order = self.build(ops.group_order.default, self.ids, self.experts)
-        self.ends = self.build(ops.group_ends.default, self.ids, self.experts)
 
     def _length(self, dim: int) -> int:
         return self.experts if dim == _EACH else self.shape[dim]
@@ -183,90 +166,41 @@ class _Stacking(InStep):
 
     # -- doing it once
 
-    def batch(self, values: tuple[Any, ...]) -> fx.Node:
-        """[rows, ..] of all experts."""
-        if values not in self.known:
-            if not self.alike(values):
-                raise Refused(f"{op_name(values[0])} has no form that does the rows of all experts")
-            self.known[values] = self._do(values)
-        return self.known[values]
-
-    def _do(self, values: tuple[fx.Node, ...]) -> fx.Node:
-        first, operands = values[0], self.operands(values)
-        if first.target is aten.linear.default:
-            x, weight, *bias = operands
-            turned = self.build(aten.transpose.int, self._stacked(weight), 1, 2)
-            made = self.build(ops.grouped_mm.default, self.batch(x), turned, self.ends)
-            return self._biased(made, bias[0]) if bias and bias[0][0] is not None else made
-        if first.target is aten.index.Tensor:
-            return self._taken(values)
-        if str(first.target) in VIEWS:
-            x = self.batch(operands[0])
-            return self.build(aten.reshape.default, x, [self._emit(self.rows), *_tail(first)])
-        own = BIASED.get(first.target)  # type: ignore[call-overload]
-        args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(operands)]
-        if own is not None and args[own] is not None:
-            args[0], args[own] = self._biased(args[0], operands[own]), None
-        return self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]
-
-    def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
-        """A number, a tensor without rows that all experts share, or the rows of all."""
-        if not isinstance(each[0], fx.Node):
-            return each[0]
-        if is_one(each) and not has_rows(each[0], user):
-            if each[0].meta[VAL].dim() > len(_tail(user)) + 1:
-                raise Refused(f"{op_name(user)} reads a value of more dims than a row")
-            return each[0]
-        return self.batch(each)
-
-    def _stacked(self, values: Sequence[fx.Node]) -> fx.Node:
+    def stacked(self, values: tuple[Any, ...]) -> fx.Node:
         key = ("stacked", *values)
         if key not in self.known:
             first: Any = values[0]
-            if one_op(tuple(values)) and first.target in CASTS and all(numbers(v) == numbers(first) for v in values):
-                inner = self._stacked([v.args[0] for v in values])  # type: ignore[misc]  # parameters, which ranks hold
+            if one_op(values) and first.target in CASTS and all(numbers(v) == numbers(first) for v in values):
+                inner = self.stacked(tuple(v.args[0] for v in values))  # parameters, which ranks hold
                 self.known[key] = self.build(first.target, inner, *first.args[1:], **first.kwargs)
             else:
                 self.known[key] = self.build(aten.stack.default, [*values], 0)
         return self.known[key]
 
-    def _biased(self, x: fx.Node, biases: Sequence[fx.Node]) -> fx.Node:
-        """With the bias of each row's expert."""
+    def expert(self) -> fx.Node:
         by = self.build(ops.group_rows.default, self.ids, self.order, 1)
-        if not self.exact:
-            by = self.build(aten.clamp.default, by, None, self.experts - 1)
-        return self.build(aten.add.Tensor, x, self.build(aten.index_select.default, self._stacked(biases), 0, by))
+        return by if self.exact else self.build(aten.clamp.default, by, None, self.experts - 1)
 
-    def _taken(self, values: tuple[fx.Node, ...]) -> fx.Node:
-        """value[column, ..]: what is each row's."""
-        sources: Any = tuple(v.args[0] for v in values)
-        apart = 0
-        columns: list[int] = []
-        for each in self.operands(values):
-            if each[0] is None:
-                if columns or sources[0].meta[VAL].shape[apart] != 1:
-                    raise Refused("a value is read by rows that are not its first dim")
-                apart += 1
-                continue
-            column = self.column(each)
-            if column is None or column in columns:
-                raise Refused("a value is not read where the masks have rows")
-            columns.append(column)
-        if is_one(sources):
-            source = sources[0]
-            for _ in range(apart):
-                source = self.build(aten.select.int, source, 0, 0)
-            return self._of_rows(source, columns)
-        every = self.of_all(sources)  # apart is 0: `alike` has seen to it
+    def _dims(self, columns: list[tuple[Any, ...]]) -> list[int]:
+        dims = [self.column(each) for each in columns]
+        if None in dims or len({*dims}) < len(dims):
+            raise Refused("a value is not read where the masks have rows")
+        return dims  # type: ignore[return-value]  # none is None
+
+    def of_rows(self, value: fx.Node, columns: list[tuple[Any, ...]]) -> fx.Node:
+        return self._of_rows(value, self._dims(columns))
+
+    def of_each(self, values: tuple[fx.Node, ...], columns: list[tuple[Any, ...]]) -> fx.Node:
+        dims, every = self._dims(columns), self.of_all(values)
         if not self.exact:
-            return self._of_rows(every, [_EACH, *columns])
-        tail = every.meta[VAL].shape[1 + len(columns) :]
-        if columns != self.dims[:1] or math.prod(tail) != 1:
+            return self._of_rows(every, [_EACH, *dims])
+        rest = every.meta[VAL].shape[1 + len(dims) :]
+        if dims != self.dims[:1] or math.prod(rest) != 1:
             raise Refused("each reads a value of its own by more than the number of the token")
         flat = self.build(aten.reshape.default, every, [self.experts, self._emit(self.tokens)])
         by = self.build(aten.reshape.default, self.by_token, [self._emit(self.tokens), self.choices])
         own = self.build(aten.gather.default, self.build(aten.transpose.int, flat, 0, 1), 1, by)
-        own = self.build(aten.reshape.default, own, [self._emit(self.rows), *tail])
+        own = self.build(aten.reshape.default, own, [self._emit(self.rows), *rest])
         return self.build(ops.group_rows.default, own, self.order, 1)
 
     def _of_rows(self, value: fx.Node, dims: list[int]) -> fx.Node:
@@ -301,9 +235,3 @@ def _before(dims: list[int], node: fx.Node) -> list[int]:
     else:
         moved = [x % len(dims) for x in args[1]]
     return [dims[moved.index(d)] for d in range(len(dims))]
-
-
-def _tail(value: fx.Node) -> list[int]:
-    """Sizes of a row, of [rows, ..] or [1, rows, ..]."""
-    shape = value.meta[VAL].shape
-    return [*map(int, shape[1 if row_symbol(value) is not None else 2 :])]

@@ -30,17 +30,14 @@ from torch import fx
 
 from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
 from megafx.analysis.prices import seconds
-from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Phase, Program, fqn_of, source_of
-from megafx.ir.sizes import RowCount, SizeEmitter, row_sources
+from megafx.ir.sizes import RowCount, row_sources
 from megafx.kernels import join_parameters, nonzero  # noqa: F401  registers the ops
 from megafx.kernels.activation import activation  # noqa: F401  registers the ops
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
-from megafx.passes.experts.expert_chains import BIASED, Added, InStep, Refused, chains, has_rows, is_one, row_symbol
-from megafx.placements.types import Placement, S
+from megafx.passes.experts.expert_chains import Added, InStep, Refused, chains, row_symbol
 from megafx.planner.context import Planner
 from megafx.planner.cost import TRAINING_PASSES
-from megafx.rules.families import VIEWS
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "group_experts"
@@ -83,9 +80,7 @@ class _Grouping(InStep):
     def __init__(self, program: Program, planner: Planner, chain: list[Added]) -> None:
         super().__init__(program, chain)
         self.planner, self.parameters = planner, stored_parameters(program)
-        self.grouped: list[tuple[fx.Node, ...]] = []
         self.at: fx.Node | None = None
-        self.ends: fx.Node | None = None
 
     def run(self) -> int:
         """Number of products that are gone."""
@@ -96,16 +91,12 @@ class _Grouping(InStep):
             return 0
         before = self.last.prev
         try:
-            found = row_sources(self.program.graph)
-            if len({*sizes}) < len(sizes) or not all(
-                s in found and found[s][0].target is ops.rows.default for s in sizes
-            ):
-                raise Refused("their rows are not selected by a mask each")
-            self.places = tuple(found[s][0] for s in sizes)  # type: ignore[index]  # none is None
+            self.find_places(added)
             if self.planner.config.fp8 is not None and self._by_price:
                 raise Refused("single products run in FP8, and grouped ones do not")
             for products in linears:
                 self._check(products)
+            self._name_rows()
             whole, rows = self.batch(added), self.batch(tuple(each.rows for each in self.chain))
             new = self.build(aten.index_add.default, self.chain[0].out, 0, rows, whole)
         except Refused as reason:
@@ -119,12 +110,12 @@ class _Grouping(InStep):
                 self.program.graph.erase_node(new)
                 return self._leave(linears[0], text)
         self.last.replace_all_uses_with(new)
-        for products in self.grouped:
+        for products in self.products:
             shape = self.program.sizes.shape(products[0].meta[VAL])
             elements = shape[0] * shape[1] * len(products)
             self.program.fusions.append(Fusion(NAME, fqn_of(products[0]), source_of(products[0]), NAME, elements))
-        self._say(self.grouped[0], "grouped: their products are one" + (f" ({text})" if self._by_price else ""))
-        return sum(len(products) - 1 for products in self.grouped)
+        self._say(self.products[0], "grouped: their products are one" + (f" ({text})" if self._by_price else ""))
+        return sum(len(products) - 1 for products in self.products)
 
     def _leave(self, products: tuple[fx.Node, ...], why: str) -> int:
         if self.at is not None:  # a size that nothing has
@@ -172,72 +163,21 @@ class _Grouping(InStep):
     # -- doing it once
 
     def batch(self, values: tuple[Any, ...]) -> fx.Node:
-        """What gives the rows of all experts, one below the other."""
-        if values not in self.known:
-            column = self.column(values)
-            if column is not None:
-                self.known[values] = self._column_of_all(column + 1)
-            elif self.alike(values):
-                self.known[values] = self._do(values)
-            else:
-                raise Refused(f"{op_name(values[0])} has no form that does the rows of all experts")
-        return self.known[values]
+        column = self.column(values)
+        return super().batch(values) if column is None else self._column_of_all(column + 1)
 
-    def _do(self, values: tuple[fx.Node, ...]) -> fx.Node:
-        first, places = values[0], self.operands(values)
-        if first.target is aten.linear.default:
-            self.grouped.append(values)
-            x, weight, *bias = places
-            turned = self.build(aten.transpose.int, self._stacked(weight), 1, 2)
-            rows, apart = self.batch(x), first.meta[VAL].dim() == 3  # x[None, rows]: [1, rows, k]
-            if apart:
-                rows = mark(self._shaped(rows, rows.meta[VAL].shape[2:]), _of_rows(x[0]))
-            made = mark(self.build(ops.grouped_mm.default, rows, turned, self._ends()), _of_rows(first))
-            if bias and bias[0][0] is not None:
-                made = self.build(aten.add.Tensor, made, self._of_each_row(bias[0]))
-            if apart:
-                made = self.build(aten.unsqueeze.default, made, 0)
-        elif first.target is aten.index.Tensor:
-            sources = tuple(v.args[0] for v in values)
-            where = [None if each[0] is None else self.batch(each) for each in places]
-            if is_one(sources):
-                made = self.build(aten.index.Tensor, sources[0], where)
-            else:
-                made = self.build(aten.index.Tensor, self.of_all(sources), [self._column_of_all(0), *where])
-        elif str(first.target) in VIEWS:
-            made = self._shaped(self.batch(places[0]), first.meta[VAL].shape[1:])
-        else:
-            own = BIASED.get(first.target)  # type: ignore[call-overload]
-            args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(places)]
-            if own is not None and args[own] is not None:
-                args[0], args[own] = self.build(aten.add.Tensor, args[0], self._of_each_row(places[own])), None
-            made = self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]
-        return mark(made, first.meta.get(PLACEMENT))
+    def of_rows(self, value: fx.Node, columns: list[tuple[Any, ...]]) -> fx.Node:
+        return self.build(aten.index.Tensor, value, [*map(self.batch, columns)])
 
-    def _shaped(self, x: fx.Node, tail: Sequence[Any]) -> fx.Node:
-        """The rows of all experts as [rows, *tail]."""
-        count, sizes = self._all_places().meta[VAL].shape[0], self.program.sizes
-        rows = SizeEmitter(self.program.graph, sizes)(sizes.of(count))
-        return self.build(aten.reshape.default, x, [rows, *map(int, tail)])
+    def of_each(self, values: tuple[fx.Node, ...], columns: list[tuple[Any, ...]]) -> fx.Node:
+        return self.build(aten.index.Tensor, self.of_all(values), [self.expert(), *map(self.batch, columns)])
 
-    def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
-        """A number, a tensor without rows that all experts share, or the rows of all."""
-        if not isinstance(each[0], fx.Node):
-            return each[0]
-        if is_one(each) and not has_rows(each[0], user):
-            return each[0]
-        return self.batch(each)
-
-    def _stacked(self, parameters: tuple[Any, ...]) -> fx.Node:
-        """Weights [n, k] -> [experts, n, k], biases [n] -> [experts, n], in one memory."""
-        parts, shape = self._parts(parameters), map(int, parameters[0].meta[VAL].shape)
+    def stacked(self, values: tuple[Any, ...]) -> fx.Node:
+        """In one memory."""
+        parts, shape = self._parts(values), map(int, values[0].meta[VAL].shape)
         whole = self.build(ops.join_parameters.default, parts)
         mark(whole, placed_together(parts, 0, self.planner.t))
-        return self.build(aten.view.default, whole, [len(parameters), *shape])
-
-    def _of_each_row(self, biases: tuple[Any, ...]) -> fx.Node:
-        """[n] of each expert -> [rows, n]."""
-        return self.build(aten.index_select.default, self._stacked(biases), 0, self._column_of_all(0))
+        return self.build(aten.view.default, whole, [len(values), *shape])
 
     # -- whose rows
 
@@ -245,26 +185,21 @@ class _Grouping(InStep):
         """Of each row of all experts: its expert, then its place in the mask."""
         key: tuple[Any, ...] = ("column", column)
         if key not in self.known:
-            made = self.build(aten.select.int, self._all_places(), 1, column)
+            made = self.build(aten.select.int, self.at, 1, column)
             self.known[key] = mark(made, self.places[0].meta.get(PLACEMENT))
         return self.known[key]
 
-    def _all_places(self) -> fx.Node:
-        if self.at is None:
-            masks = self.of_all(tuple(p.args[0] for p in self.places))
-            sizes, known = self.program.sizes, self.program.fake_mode.shape_env.row_counts  # type: ignore[union-attr]
-            name = next(n for i in itertools.count(len(known)) if (n := f"rows{i}") not in known)
-            self.at = mark(self.build(ops.rows.default, masks, name), self.places[0].meta.get(PLACEMENT))
-            one = sizes.row_counts[self.places[0].meta[VAL].shape[0].node.expr]
-            all_ = RowCount(name, one.among * len(self.places), one.shares)
-            sizes.row_counts[self.at.meta[VAL].shape[0].node.expr] = all_
-        return self.at
+    def _name_rows(self) -> None:
+        masks = self.of_all(tuple(p.args[0] for p in self.places))
+        sizes, known = self.program.sizes, self.program.fake_mode.shape_env.row_counts  # type: ignore[union-attr]  # it has one
+        name = next(n for i in itertools.count(len(known)) if (n := f"rows{i}") not in known)
+        self.at = mark(self.build(ops.rows.default, masks, name), self.places[0].meta.get(PLACEMENT))
+        count, one = self.at.meta[VAL].shape[0], sizes.row_counts[self.places[0].meta[VAL].shape[0].node.expr]
+        sizes.row_counts[count.node.expr] = RowCount(name, one.among * len(self.places), one.shares)
+        self.rows, self.ids = sizes.of(count), self._column_of_all(0)
 
-    def _ends(self) -> fx.Node:
-        """int64 [experts]: where the rows of each end."""
-        if self.ends is None:
-            self.ends = self.build(ops.group_ends.default, self._column_of_all(0), len(self.chain))
-        return self.ends
+    def expert(self) -> fx.Node:
+        return self.ids
 
     def _say(self, products: tuple[fx.Node, ...], what: str) -> None:
         name = fqn_of(products[0]).rpartition(".")[0]
@@ -285,11 +220,3 @@ def _read_by_none_but(last: fx.Node) -> list[fx.Node]:
         if node < last and node.op == "call_function" and node.users and all(user in gone for user in node.users):
             gone[node] = None
     return [*gone]
-
-
-def _of_rows(value: fx.Node) -> Placement | None:
-    """How [rows, k] is placed of which this is the value, or [1, rows, k]."""
-    placement: Placement | None = value.meta.get(PLACEMENT)
-    if placement is None or not placement.is_shard or value.meta[VAL].dim() == 2:
-        return placement
-    return S(placement.dim - 1, placement.cut)

@@ -22,7 +22,7 @@ from megafx.errors import PlanError
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit, located, set_at
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Accepts, Planner, accepts, way_out
+from megafx.planner.context import Accepts, Planner, accepts, output_placement
 from megafx.planner.plan import Plan
 
 REQUIRES, ENSURES = Phase.PLANNED, Phase.PLACED
@@ -106,7 +106,7 @@ class _TransitionEmitter:
             for placement, node in have.items():
                 if placement.kind == kind and accepts(wanted, placement):
                     return node
-        return self.make(value, value.meta[PLACEMENT], way_out(wanted))
+        return self.make(value, value.meta[PLACEMENT], output_placement(wanted))
 
     def _emit(self, value: fx.Node, source: fx.Node, src: Placement, dst: Placement) -> fx.Node:
         layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]

@@ -133,52 +133,47 @@ class CacheKey(pytree.MappingKey[str, Any]):
     """Key of a tensor in a `CacheState`."""
 
 
-pytree.register_pytree_node(
+def _register(kind: type[Any], parts: Callable[[Any], list[Any]], rest: Callable[[Any], Any], make: Any) -> None:
+    """parts: (key, value) of each part; rest: what is structure; make: of the parts' values and that."""
+    pytree.register_pytree_node(
+        kind,
+        lambda x: ([value for _, value in parts(x)], rest(x)),
+        make,
+        flatten_with_keys_fn=lambda x: (parts(x), rest(x)),
+    )
+
+
+_register(
     CacheState,
-    lambda s: (list(s.tensors.values()), (s.form, tuple(s.tensors))),
-    lambda values, context: CacheState(context[0], dict(zip(context[1], values, strict=True))),
-    flatten_with_keys_fn=lambda s: ([(CacheKey(k), v) for k, v in s.tensors.items()], (s.form, tuple(s.tensors))),
+    lambda s: [(CacheKey(k), v) for k, v in s.tensors.items()],
+    lambda s: (s.form, tuple(s.tensors)),
+    lambda values, of: CacheState(of[0], dict(zip(of[1], values, strict=True))),
 )
-pytree.register_pytree_node(
-    SameCache, lambda s: ([], s.index), lambda _, index: SameCache(index), flatten_with_keys_fn=lambda s: ([], s.index)
-)
-pytree.register_pytree_node(
-    Kept, lambda k: ([], k.value), lambda _, value: Kept(value), flatten_with_keys_fn=lambda k: ([], k.value)
-)
-pytree.register_pytree_node(
+_register(SameCache, lambda s: [], lambda s: s.index, lambda _, index: SameCache(index))
+_register(Kept, lambda k: [], lambda k: k.value, lambda _, value: Kept(value))
+_register(
     Shape,
-    lambda s: ([*s.sizes], None),
+    lambda s: [(pytree.SequenceKey(i), n) for i, n in enumerate(s.sizes)],
+    lambda s: None,
     lambda sizes, _: Shape(tuple(sizes)),
-    flatten_with_keys_fn=lambda s: ([(pytree.SequenceKey(i), n) for i, n in enumerate(s.sizes)], None),
 )
-pytree.register_pytree_node(
+_register(
     Record,
-    lambda r: ([*r.values], (r.kind, r.names)),
-    lambda values, of: Record(of[0], of[1], tuple(values)),
-    flatten_with_keys_fn=lambda r: (
-        [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
-        (r.kind, r.names),
-    ),
+    lambda r: [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
+    lambda r: (r.kind, r.names),
+    lambda values, of: Record(*of, tuple(values)),
 )
-pytree.register_pytree_node(
+_register(
     Updated,
-    lambda u: ([u.output, u.caches, u.written, u.arguments], None),
+    lambda u: [(OutputKey(n) if n == "output" else pytree.GetAttrKey(n), x) for n, x in vars(u).items()],
+    lambda u: None,
     lambda values, _: Updated(*values),
-    flatten_with_keys_fn=lambda u: (
-        [
-            (OutputKey("output"), u.output),
-            (pytree.GetAttrKey("caches"), u.caches),
-            (pytree.GetAttrKey("written"), u.written),
-            (pytree.GetAttrKey("arguments"), u.arguments),
-        ],
-        None,
-    ),
 )
-pytree.register_pytree_node(
+_register(
     Ordered,
-    lambda o: ([o.output, o.last], None),
+    lambda o: [(OutputKey("output"), o.output), (ORDER_KEY, o.last)],
+    lambda o: None,
     lambda values, _: Ordered(*values),
-    flatten_with_keys_fn=lambda o: ([(OutputKey("output"), o.output), (ORDER_KEY, o.last)], None),
 )
 
 
@@ -203,12 +198,10 @@ def states_for_caches(
         found.append(value)
         return state_of(value)
 
-    if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
-        return tuple(args), kwargs.copy() if isinstance(kwargs, OrderedDict) else dict(kwargs), found
-    if isinstance(kwargs, OrderedDict):
-        return tuple(map(swap, args)), OrderedDict((k, swap(x)) for k, x in kwargs.items()), found
-    named = {k: swap(kwargs[k]) for k in sorted(kwargs)}  # the order of call_tree
-    return tuple(map(swap, args)), named, found
+    given, ordered = tuple(map(swap, args)), isinstance(kwargs, OrderedDict)
+    in_order = sorted(kwargs) if not ordered and any(map(is_cache, (*args, *kwargs.values()))) else kwargs
+    named = {k: swap(kwargs[k]) for k in in_order}  # sorted: the order of call_tree
+    return given, OrderedDict(named) if ordered else named, found
 
 
 def state_of(value: Any, inputs: frozenset[int] = frozenset()) -> CacheState:

@@ -137,8 +137,8 @@ class Foreseen:
         names = [p.name for p in kernel.params]
         given = dict(zip(names, self.args, strict=False)) | self.options
         constant = {p.name for p in kernel.params if p.is_constexpr}
-        told = [(n, x if n in constant or n not in names else _specialised(x)) for n, x in given.items()]
-        self.key = id(kernel), self.device, repr(told)
+        forms = [(n, x if n in constant or n not in names else _specialised(x)) for n, x in given.items()]
+        self.key = id(kernel), self.device, repr(forms)
 
     def compile(self) -> None:
         """And load it onto the device: a launch finds it there."""
