@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.libraries.caches import is_cache, kept, state_of
 from megafx.capture.libraries.flex import flex_on_cpu
-from megafx.capture.program import output_path
 from megafx.checks import simulate
 from megafx.checks.divergence import Divergence, first_divergence, first_nan
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
@@ -39,7 +38,7 @@ from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, DDP, EXPERT_AX
 from megafx.planner.context import Planner
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
-from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of, copy_of_model
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of, copy_of_model, named_outputs
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
@@ -277,13 +276,7 @@ def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdic
         """Outputs, gradients and buffers, and which outputs require a gradient. Those that the graph differentiates are."""
         torch.manual_seed(seed)
         own, named_own, for_loss = copy_of((args, kwargs, loss_inputs))
-        if runtime is not None and loss_inputs:
-            output = of(*own, **named_own, loss_inputs=for_loss)
-        else:
-            output = of(*own, **named_own)
-            output = (loss_fn(output, **for_loss), output) if loss_fn is not None and loss_inputs else output
-        leaves = torch.utils._pytree.tree_flatten_with_path(kept(output), is_leaf=is_cache)[0]
-        named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
+        named = named_outputs(of, own, named_own, for_loss, loss_fn)
         needs = {name for name, x in named.items() if x.requires_grad}
         last = runtime.settled.last if runtime is not None else None
         if last is not None:

@@ -171,10 +171,10 @@ class OneStage:
         assert known is not None
         price_workload(whole.program, call.config)
         ends = {kind: _ends(graph, program, whole.program.sizes) for kind, program in known.programs.items()}
-        bytes_of = lambda crossing: sum(_bytes(c.value, whole.program.sizes) for c in crossing)  # noqa: E731
+        bytes_of = lambda crossing: sum(whole.program.sizes.bytes(c.value) for c in crossing)  # noqa: E731
         own = {f"kwargs[{keyword}]" for keyword, name in graph.takes.items() if not name.startswith("value:")}
         program = compiled.program
-        inputs = sum(_bytes(n.meta[VAL], program.sizes) for n, spec in program.input_nodes() if spec.name in own)
+        inputs = sum(program.sizes.bytes(n.meta[VAL]) for n, spec in program.input_nodes() if spec.name in own)
         back = bytes_of(c for c in graph.sends if c.differentiable)
         return cls(mesh, forms, ends, bytes_of(graph.receives), back, inputs)
 
@@ -216,7 +216,7 @@ def _backwards(compiled: Compiled, microbatches: int) -> list[Gradients]:
 def _held(compiled: Compiled) -> int:
     """Bytes of gradients of a micro-batch, as they wait for those of the others."""
     program = compiled.program
-    return sum(_bytes(node.meta[VAL], program.sizes) for _, node, _ in program.parameter_gradients())
+    return sum(program.sizes.bytes(node.meta[VAL]) for _, node, _ in program.parameter_gradients())
 
 
 def _ends(graph: StageGraph, program: Program, sizes: Sizes) -> Ends:
@@ -246,16 +246,9 @@ def _ends(graph: StageGraph, program: Program, sizes: Sizes) -> Ends:
     )  # fmt: skip
 
 
-def _numbers(value: torch.Tensor, sizes: Sizes) -> list[int]:
-    return [sizes.workload(sizes.of(n)) for n in value.shape]
-
-
 def _text(value: torch.Tensor, sizes: Sizes) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, _numbers(value, sizes)))}]"
-
-
-def _bytes(value: Any, sizes: Sizes) -> int:
-    return sizes.workload(sizes.numel(value)) * value.element_size() if isinstance(value, torch.Tensor) else 0
+    numbers = (str(sizes.workload(n)) for n in sizes.shape(value))
+    return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(numbers)}]"
 
 
 # -- together

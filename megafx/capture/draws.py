@@ -25,7 +25,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from megafx.capture.code_names import names_of
 from megafx.capture.reads import Reads, is_looked_at, names_layerdrop, not_repeatable
 from megafx.errors import CaptureError, or_leave_eager
-from megafx.ir.source_lines import current_user_line, is_user_file, line_of
+from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
 from megafx.ops.eager_call import in_eager_code
 
 _NAME = "layerdrop"
@@ -110,9 +109,7 @@ class LayerDraws(TorchFunctionMode):
 
 def _called_for_layerdrop() -> bool:
     """Whether the user's code that is running reads a layerdrop."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = frame_behind(sys._getframe(1), lambda file: not is_user_file(file))
     return frame is not None and any(name.endswith(_NAME) for name in frame.f_code.co_names)
 
 

@@ -158,39 +158,25 @@ def _itself(x: Any) -> Any:
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[HostNumber, Any], Any]:
     def method(self: HostNumber, other: Any) -> Any:
+        pair = (other, self) if swapped else (self, other)
         if isinstance(other, Tensor):
-            mine = self.owner.as_tensor(self)
-            return function(other, mine) if swapped else function(mine, other)
-        if not isinstance(other, (HostNumber, *NUMBERS)):
-            return NotImplemented
-        theirs = other.value if isinstance(other, HostNumber) else other
-        now: Compute = other.compute if isinstance(other, HostNumber) else lambda: other
-
-        def compute() -> Any:
-            return function(now(), self.compute()) if swapped else function(self.compute(), now())
-
-        value = function(theirs, self.value) if swapped else function(self.value, theirs)
-        return HostNumber(value, compute, self.owner, self.name)
+            return function(*(self.owner.as_tensor(self) if x is self else x for x in pair))
+        return of_counted(function, pair) if isinstance(other, (HostNumber, *NUMBERS)) else NotImplemented
 
     return method
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: HostNumber, *more: Any) -> Any:
-        return HostNumber(function(self.value, *more), lambda: function(self.compute(), *more), self.owner, self.name)
-
-    return method
+    return lambda self, *more: of_counted(function, (self, *more))
 
 
 def _decides(function: Callable[[Any, Any], bool]) -> Callable[[HostNumber, Any], Any]:
     def method(self: HostNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return function(self.owner.as_tensor(self), other)
-        theirs = other.value if isinstance(other, HostNumber) else other
-        now: Compute = other.compute if isinstance(other, HostNumber) else lambda: other
-        answer = function(self.value, theirs)
-        self.owner.decisions.append((lambda: function(self.compute(), now()), answer))
-        return answer
+        made = of_counted(function, (self, other))
+        self.owner.decisions.append((made.compute, made.value))
+        return made.value
 
     return method
 

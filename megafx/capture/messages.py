@@ -42,7 +42,7 @@ from torch.overrides import _get_current_function_mode_stack
 from megafx.capture.libraries.expert_loops import ExpertLoops
 from megafx.capture.program import ROOT
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
-from megafx.ir.source_lines import current_user_line, is_user_file, line_of
+from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
 
 _CHECKS_ARGUMENTS = "torch/distributions/"  # its checks of arguments and values are on by default
 _PLUMBING = tuple(
@@ -71,9 +71,7 @@ def passing_checks(decide: Callable[..., bool], note: Callable[[str], None]) -> 
 
 def _check_asking() -> tuple[bool, SourceLine] | None:
     """(the truth with which it passes, its line) of the check that the user's code is making; None if it makes none."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not (is_user_file(file := frame.f_code.co_filename) or _CHECKS_ARGUMENTS in file):
-        frame = frame.f_back
+    frame = frame_behind(sys._getframe(2), lambda file: not (is_user_file(file) or _CHECKS_ARGUMENTS in file))
     place = None if frame is None else _asked(frame)
     if frame is None or place is None:
         return None
@@ -97,9 +95,7 @@ def only_skips(answer: bool) -> bool:
     `if rows.numel() == 0: continue` does, as do `if n > 0: y[i] = f(x[i])` and `return x`; another value, or other work, for
     none does not. torch's own code is taken to.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
+    frame = frame_behind(sys._getframe(2), lambda file: file.startswith(_PLUMBING))
     if frame is None or not is_user_file(frame.f_code.co_filename):
         return True
     place = _asked(frame)
@@ -226,9 +222,8 @@ def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any
     """(owner, name, its replacement in a trace, why). note: called with a text of each; warned: takes warnings."""
 
     def nothing(*_: Any, **__: Any) -> None:
-        frame: FrameType | None = sys._getframe(2)  # past what makes it this thread's
-        while frame is not None and frame.f_code.co_filename == logging.__file__:
-            frame = frame.f_back
+        # past what makes it this thread's
+        frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
         source = line_of(frame, walk=False)
         if source is not None and "site-packages" not in source.file:
             note(f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook")

@@ -77,7 +77,7 @@ from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
 from megafx.ir.python_state import content_of, put_back
-from megafx.ir.source_lines import current_user_line, is_user_file
+from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -370,9 +370,7 @@ def _inference_mode(old: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         if not entering:
             return old(self, *args) if (before := _INFERENCE.pop(id(self), None)) is None else _set_grad(before)
-        frame: Any = sys._getframe(2)  # behind _here_alone
-        while frame is not None and frame.f_code.co_filename == _contextlib.__file__:
-            frame = frame.f_back
+        frame: Any = frame_behind(sys._getframe(2), lambda file: file == _contextlib.__file__)  # behind _here_alone
         if frame is None or not is_user_file(frame.f_code.co_filename):
             return old(self)
         _INFERENCE[id(self)] = torch.is_grad_enabled()

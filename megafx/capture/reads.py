@@ -57,7 +57,7 @@ from megafx.ir.python_state import (
     snapshot,
     states_differ,
 )
-from megafx.ir.source_lines import is_installed, line_of
+from megafx.ir.source_lines import frame_behind, is_installed, line_of
 from megafx.ops.eager_call import in_eager_code
 
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
@@ -382,9 +382,9 @@ class Reads:
         """An `os.environ.__getitem__` that notes what code of the user or of a model library asks for."""
 
         def read(environ: Any, name: str) -> str:
-            frame: types.FrameType | None = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            while frame is not None and frame.f_code.co_filename in OF_ENVIRON:
-                frame = frame.f_back
+            frame = frame_behind(
+                sys._getframe(2), OF_ENVIRON.__contains__
+            )  # past what makes it this thread's (prepare.py)
             if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
                 place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
                 self.places.setdefault((id(ENVIRONMENT), name), place)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from megafx.checkpoint.state import decode, tensor_names
 from megafx.errors import CheckpointError, MegafxError
-from megafx.weights.files import NAMES, Written, digest_of, regular_size
+from megafx.weights.files import NAMES, Written, digest_of, regular_size, write_text
 
 METADATA, FORMAT, VERSION = "metadata.json", "megafx checkpoint", 1
 _FILE = re.compile(r"\w[\w.-]*")  # in the folder itself
@@ -156,10 +155,7 @@ def write_content(folder: Path, content: Content) -> None:
     """Write `metadata.json` and flush it to the disk."""
     data = content.to_json()
     text = json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(data), "content": data}, indent=1)
-    with open(folder / METADATA, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(folder / METADATA, text)
 
 
 def read_content(folder: Path) -> Content:

@@ -36,9 +36,9 @@ from megafx.ir.program import (
     Phase,
     Program,
     ancestors,
+    differentiable_nodes,
     fqn_of,
     graph_module,
-    is_floating,
     located,
 )
 from megafx.passes.plan.place_axes import Policy, Typer, place_axes, policies
@@ -304,7 +304,9 @@ def cut_program(whole: Whole, cut: Cut, trained: Collection[str], number: int) -
     if idle:
         what = f"stage {idle[0]} of {cut.count} computes nothing"
         raise PlanError(what, fix="ask for fewer stages, or begin each of them with a layer that the loss depends on")
-    differentiable = _differentiable(program, trained)
+    differentiable = differentiable_nodes(
+        program, lambda spec: spec.kind == "param" and not {spec.name, *spec.aliases}.isdisjoint(trained)
+    )
     last_use: dict[fx.Node, int] = {}
     for node, stage in place.items():
         for operand in node.all_input_nodes:
@@ -329,14 +331,6 @@ def cut_program(whole: Whole, cut: Cut, trained: Collection[str], number: int) -
             )
         )
     return made
-
-
-def _differentiable(program: Program, trained: Collection[str]) -> set[fx.Node]:
-    found = {n for n, s in program.input_nodes() if s.kind == "param" and not {s.name, *s.aliases}.isdisjoint(trained)}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and is_floating(node) and any(a in found for a in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _check_crossing(node: fx.Node, program: Program) -> None:

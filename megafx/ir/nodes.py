@@ -101,6 +101,15 @@ def change_parts(program: Program, *changes: Callable[[fx.Node], bool]) -> int:
     return total
 
 
+def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes behind the first and before the last."""
+    found, node = [], first.next
+    while node is not last:
+        found.append(node)
+        node = node.next
+    return found
+
+
 def behind(node: Any, ops: Collection[Any]) -> Any:
     """The value before a chain of these ops, each applied to its first operand; the value itself if there is none."""
     while isinstance(node, fx.Node) and node.target in ops:

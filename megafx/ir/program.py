@@ -344,6 +344,14 @@ def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     return node
 
 
+def new_call(where: fx.Node, target: Any, args: tuple[Any, ...], value: Any, origin: fx.Node, by: str) -> fx.Node:
+    """A call in front of `where` that stems from `origin`, with its value, which nothing computes (as `Builder` does)."""
+    with where.graph.inserting_before(where):
+        made = where.graph.call_function(target, args)
+    made.meta[VAL] = value
+    return inherit(made, origin, by)
+
+
 def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
     """The argument of `node` at `path`: a position, a position inside a list argument, or a keyword."""
     first, *rest = path

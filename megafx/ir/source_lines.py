@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import torch
@@ -78,6 +78,13 @@ def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:
             return None
         frame = frame.f_back
     return None
+
+
+def frame_behind(frame: FrameType | None, passed: Callable[[str], bool]) -> FrameType | None:
+    """The nearest frame, from this one on, whose file is not to be passed."""
+    while frame is not None and passed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def trace_of_forward(frame: FrameType | None) -> str | None:

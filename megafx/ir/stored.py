@@ -159,7 +159,7 @@ class Writer:
         return ["r", name, *(self(getattr(value, field)) for field in _fields(type(value)))]
 
     def _class(self, value: type) -> tuple[str, str]:
-        if "<" in value.__qualname__ or _class_named(value.__module__, value.__qualname__) is not value:
+        if "<" in value.__qualname__ or named_in(value.__module__, value.__qualname__) is not value:
             raise Unstorable(f"the class {value.__qualname__}, which cannot be found by its name")
         return value.__module__, value.__qualname__
 
@@ -407,7 +407,8 @@ def _target_named(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _class_named(module: str, name: str) -> Any:
+def named_in(module: str, name: str) -> Any:
+    """What a loaded module has under a qualified name; None where there is nothing."""
     found = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -418,7 +419,7 @@ def _allowed(module: str, name: str) -> Any:
     """A class that structures of calls are made of: a pytree node, a dataclass, an enum, a cache, or a plain type."""
     if module in ("builtins", "torch") and name in _PLAIN_TYPES:
         return _PLAIN_TYPES[name]
-    found = _class_named(module, name)
+    found = named_in(module, name)
     if found is namedtuple or (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
         return found
     cache = module.startswith("transformers.") and name.endswith(("Cache", "Layer"))

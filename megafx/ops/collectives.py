@@ -151,7 +151,7 @@ torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fa
 declare("megafx.rank0_only.default", types="R -> P", outer="lin: ... -> ...")
 
 
-def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:
+def differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:
     """gradient(gradient of the result, shape of the operand, *other arguments) -> gradient of the operand."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -164,7 +164,7 @@ def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:
 
 
 mfx = torch.ops.megafx
-_differentiate(transition, lambda grad, shape, *ends: mfx.transition(grad, *dual_arguments(*ends)))
-_differentiate(rank_select, lambda grad, shape, axis: mfx.rank_place(grad, shape[0], axis))
-_differentiate(rank_place, lambda grad, shape, size, axis: mfx.rank_select(grad, axis))
-_differentiate(rank0_only, lambda grad, shape, axis: mfx.rank0_only(grad, axis))
+differentiate(transition, lambda grad, shape, *ends: mfx.transition(grad, *dual_arguments(*ends)))
+differentiate(rank_select, lambda grad, shape, axis: mfx.rank_place(grad, shape[0], axis))
+differentiate(rank_place, lambda grad, shape, size, axis: mfx.rank_select(grad, axis))
+differentiate(rank0_only, lambda grad, shape, axis: mfx.rank0_only(grad, axis))

@@ -21,7 +21,6 @@ The ops have no sharding rules: the planner has one strategy for each expert val
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,8 +29,7 @@ from megafx.errors import UsageError
 from megafx.ir.facts import FREE, declare
 from megafx.ir.program import Program
 from megafx.ops.axes import axis_rank
-
-Arguments = tuple[Any, ...]
+from megafx.ops.collectives import differentiate
 
 
 def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
@@ -41,16 +39,10 @@ def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gr
     def run(x: Tensor, owner: int, axis: str, size: int) -> Tensor:
         return compute(x, size == 1 or axis_rank(axis) == owner)
 
-    def backward(ctx: Any, grad: Tensor) -> Arguments:
-        return getattr(torch.ops.megafx, gradient)(grad, *ctx.where), None, None, None
-
-    def save(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-        ctx.where = inputs[1:]
-
     made = torch.library.custom_op(f"megafx::{name}", run, mutates_args=())
     made.register_fake(lambda x, owner, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format))
     if gradient:
-        made.register_autograd(backward, setup_context=save)
+        differentiate(made, lambda grad, _, *where: getattr(torch.ops.megafx, gradient)(grad, *where))
 
 
 def _owner_parameter(x: Tensor, own: bool) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megafx.ir.facts import declare
 from megafx.ops.axes import axis_rank
+from megafx.ops.collectives import differentiate
 from megafx.placements.types import Layout
 
 aten = torch.ops.aten
@@ -90,18 +91,9 @@ def _call(target: Any, *args: Any) -> Any:
     return target(*args)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.rest = inputs[1:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.megafx.heads_of_rank_gradient(grad, *ctx.rest), None, None, None, None
-
-
-_define("heads_of_rank", take, "R -> S-3", lambda layout, repeats, t: layout.local_size(t)).register_autograd(
-    _backward, setup_context=_save
-)
+_heads_of_rank = _define("heads_of_rank", take, "R -> S-3", lambda layout, repeats, t: layout.local_size(t))
 _define("heads_of_rank_gradient", give_back, "S-3 -> P", lambda layout, repeats, t: layout.size // repeats)
+differentiate(_heads_of_rank, lambda grad, _, *rest: torch.ops.megafx.heads_of_rank_gradient(grad, *rest))
 
 HEADS_OF_RANK = torch.ops.megafx.heads_of_rank.default
 HEADS_OF_RANK_GRADIENT = torch.ops.megafx.heads_of_rank_gradient.default

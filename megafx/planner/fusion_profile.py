@@ -35,7 +35,7 @@ import yaml
 
 from megafx.config import MEASURE_NOTHING
 from megafx.errors import ConfigError
-from megafx.planner.hardware import PROFILES, read_profile
+from megafx.planner.hardware import PROFILES, profiles_in, read_profile
 
 FOLDER = PROFILES / "fusions"
 MODES = ("eager training", "eager inference", "compiled training", "compiled inference")
@@ -105,11 +105,6 @@ class FusionProfile:
         return own[0].at(elements, mode)
 
     @staticmethod
-    def names() -> list[str]:
-        """Profiles that come with megafx."""
-        return sorted(p.stem for p in FOLDER.glob("*.yaml"))
-
-    @staticmethod
     def choose(wanted: str | None, hardware: str) -> FusionProfile | None:
         """wanted: `Config.fusion_profile`; hardware: name of the hardware profile. None: every fusion is made."""
         if wanted == MEASURE_NOTHING:
@@ -121,7 +116,7 @@ class FusionProfile:
     @staticmethod
     def load(name_or_path: str | Path) -> FusionProfile:
         """A profile by name ('h200') or the path of a YAML file."""
-        return FusionProfile.from_dict(*read_profile("fusion", name_or_path, FOLDER, FusionProfile.names(), COMMAND))
+        return FusionProfile.from_dict(*read_profile("fusion", name_or_path, FOLDER, COMMAND))
 
     @staticmethod
     def from_dict(data: Any, where: str = "the fusion profile") -> FusionProfile:
@@ -147,7 +142,7 @@ class FusionProfile:
 @functools.cache
 def _shipped() -> tuple[FusionProfile, ...]:
     """Those that come with megafx, read once."""
-    return tuple(map(FusionProfile.load, FusionProfile.names()))
+    return tuple(map(FusionProfile.load, profiles_in(FOLDER)))
 
 
 def _measured(entry: Any) -> Measured:

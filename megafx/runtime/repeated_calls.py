@@ -189,15 +189,7 @@ class RepeatedCalls:
         args, kwargs, loss_inputs = copy_of((self.args, self.kwargs, self.loss_inputs))
         inputs = [x for x in pytree.tree_leaves((args, kwargs, loss_inputs)) if isinstance(x, Tensor)]
         before = dict(_leaves(model))  # kept, so that no id is given out anew
-        loss_fn = self.runtime.loss_fn
-        if RUNTIME in vars(model):
-            output = model(*args, **kwargs, **({"loss_inputs": loss_inputs} if loss_inputs else {}))
-        else:
-            output = model(*args, **kwargs)
-            output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
-        # Caches are leaves, and left out: graphs make them where they are asked for.
-        leaves, _ = pytree.tree_flatten_with_path(kept(output), is_leaf=is_cache)
-        named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
+        named = named_outputs(model, args, kwargs, loss_inputs, self.runtime.loss_fn)
         state = dict(_leaves(model)) | {f"argument {k}": x for k, x in enumerate(inputs)}
         old = {id(x) for x in before.values()}
         old |= {id(x) for x in inputs}
@@ -231,6 +223,18 @@ class RepeatedCalls:
         leaves = [longer(*pair) for pair in zip(graph.compiled.spec.leaves, call.leaves, strict=False)]
         args, kwargs, loss_inputs = pytree.tree_unflatten(leaves, call.spec)
         return args, kwargs, loss_inputs
+
+
+def named_outputs(model: nn.Module, args: Any, kwargs: Any, loss_inputs: Any, loss_fn: Any) -> dict[str, Tensor]:
+    """Tensors that a call of a model gives, parallelized or not, by path."""
+    if RUNTIME in vars(model):
+        output = model(*args, **kwargs, **({"loss_inputs": loss_inputs} if loss_inputs else {}))
+    else:
+        output = model(*args, **kwargs)
+        output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
+    # Caches are leaves, and left out: graphs make them where they are asked for.
+    leaves, _ = pytree.tree_flatten_with_path(kept(output), is_leaf=is_cache)
+    return {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
 
 
 def copy_of(values: Any) -> Any:

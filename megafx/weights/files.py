@@ -205,6 +205,14 @@ def regular_size(path: Path) -> int:
         return found.st_size
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file and flush it to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def flush_folder(folder: Path) -> None:
     """fsync a folder, so that new names in it are on disk."""
     handle = os.open(folder, os.O_RDONLY)

@@ -24,7 +24,7 @@ from megafx.placements.slices import ShardSlice
 from megafx.progress import stage
 from megafx.units import bytes_of
 from megafx.weights import files as safetensors_writer
-from megafx.weights.files import INDEX, SINGLE, flush_folder
+from megafx.weights.files import INDEX, SINGLE, flush_folder, write_text
 from megafx.weights.names import Saving, find_savings, own_config
 from megafx.weights.state import Stored, stored_tensors
 
@@ -176,10 +176,7 @@ def _finish(folder: Path, files: Files, partial: dict[str, Path], token: str, va
         total = sum(s.nbytes for savings in files.values() for s in savings)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         draft = folder / f".{listing}.{token}.partial"
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(draft, json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(draft, folder / listing)
         flush_folder(folder)
         single.unlink(missing_ok=True)

@@ -102,7 +102,7 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
     due = {n: _due(n, position) for n in free}
     free.sort(key=due.__getitem__)
     waited_for = [c for c in backward if _is_waited_for(c.wait)]
-    large = [c for c in waited_for if _bytes(program, c) >= LEAST_BYTES]
+    large = [c for c in waited_for if program.sizes.bytes(c.start.meta[VAL]) >= LEAST_BYTES]
     small = [c for c in waited_for if c not in large]  # largest magnitudes of FP8, one number each
     counted = large or waited_for
     for group in (large, small, [c for c in backward if c not in waited_for]):
@@ -117,11 +117,6 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                     free.remove(product)
                     collective.fillers.append(product)
                     collective.covered += seconds(program, product, planner.hardware, planner.t)
-
-
-def _bytes(program: Program, collective: _Collective) -> int:
-    value = collective.start.meta[VAL]
-    return program.sizes.bytes(value)
 
 
 def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: dict[fx.Node, int]) -> list[fx.Node]:

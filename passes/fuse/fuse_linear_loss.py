@@ -184,17 +184,24 @@ def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     """The loss and the log-sum-exp -> linear_ce_stats and linear_ce_loss, of one rank: its gradient is none of a sum's."""
     logits, target, *how = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
-    _, weight, bias = head.operands
     _check_whole(program, head, target)
     _alone(program, head, {node}, lazy)
-    rows = rows_of(program, head, node)
-    emit = Builder(program, node, node, NAME)
-    fixed = [v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)]
-    classes = program.sizes.of(weight.meta[VAL].shape[0])
-    place = ([1, classes, 1], 1, "")
-    stats = emit(aten.unsqueeze.default, emit(ops.linear_ce_stats.default, *fixed, target, *place), 0)
-    args = (rows, weight, bias, target, stats, *how, *place)
-    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
+    place = ([1, program.sizes.of(head.operands[1].meta[VAL].shape[0]), 1], 1, "")
+    made, operands = _statistics(program, head, node, target, *place)
+    stats = Builder(program, node, node, NAME)(aten.unsqueeze.default, made, 0)
+    _loss_of(program, node, *operands, target, stats, *how, *place)
+
+
+def _statistics(program: Program, head: Head, at: fx.Node, *rest: Any) -> tuple[fx.Node, list[Any]]:
+    """(linear_ce_stats in front of a node, its operands): of detached ones, as the loss has the gradients."""
+    operands, emit = [rows_of(program, head, at), *head.operands[1:]], Builder(program, at, at, NAME)
+    fixed = [v if v is None else emit(aten.detach.default, v) for v in operands]
+    return emit(ops.linear_ce_stats.default, *fixed, *rest), operands
+
+
+def _loss_of(program: Program, node: fx.Node, *args: Any) -> None:
+    made = Builder(program, node, node, NAME)(ops.linear_ce_loss.default, *args)
+    _done(program, node, made, node.args[0])  # type: ignore[arg-type]  # a node
 
 
 def _check_size(program: Program, x: fx.Node, classes: int) -> None:
@@ -232,15 +239,9 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
     inside = {node, stats, stats.args[0]} - set(head.chain)
     _alone(program, head, inside, lazy)  # type: ignore[arg-type]
-    rows = rows_of(program, head, stats)
-    emit = Builder(program, stats, stats, NAME)
-    # The loss has the gradients.
-    fixed = [v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)]
-    made = emit(ops.linear_ce_stats.default, *fixed, target, layout, size, axis)
+    made, operands = _statistics(program, head, stats, target, layout, size, axis)
     stats.replace_all_uses_with(made)
-    emit = Builder(program, node, node, NAME)
-    args = (rows, weight, bias, target, everyone, *how, layout, size, axis)
-    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
+    _loss_of(program, node, *operands, target, everyone, *how, layout, size, axis)
 
 
 _LOSSES = {"megafx.cross_entropy.default": _whole, "megafx.ce_loss.default": _sharded}

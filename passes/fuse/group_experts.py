@@ -30,6 +30,7 @@ from torch import fx
 
 from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
 from megafx.analysis.prices import seconds
+from megafx.ir.nodes import between
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.kernels import join_parameters, nonzero  # noqa: F401  registers the ops
@@ -103,7 +104,7 @@ class _Grouping(InStep):
             return self._leave(linears[0], f"{reason}")
         mark(new, self.last.meta.get(PLACEMENT))
         if self._by_price:
-            come = self._microseconds(_between(before, self.last))
+            come = self._microseconds(between(before, self.last))
             gone = self._microseconds(_read_by_none_but(self.last))
             text = f"modelled at {gone:.0f} us one by one, at {come:.0f} grouped"
             if come > (1 - LEAST_GAIN) * gone:
@@ -204,13 +205,6 @@ class _Grouping(InStep):
     def _say(self, products: tuple[fx.Node, ...], what: str) -> None:
         name = fqn_of(products[0]).rpartition(".")[0]
         self.program.note("merge", f"{len(self.chain)} experts, of which {name} is the first, {what}", products[0])
-
-
-def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    found = []
-    while (first := first.next) is not last:
-        found.append(first)
-    return found
 
 
 def _read_by_none_but(last: fx.Node) -> list[fx.Node]:

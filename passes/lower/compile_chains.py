@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.ir.nodes import COPIES, aten_ops, is_view
-from megafx.ir.program import VAL, Phase, Program, copied_graph, copied_node, graph_module, inherit
+from megafx.ir.program import VAL, Phase, Program, copied_graph, copied_node, graph_module, new_call
 from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
 from megafx.planner.context import Planner
@@ -60,10 +60,7 @@ def compile_chains(program: Program, planner: Planner) -> int:
             return 0
         program.note("compile", f"Inductor compiles chains of ops: {saved}")
     made = {gm: with_chains(program, gm) for gm, chains in found.items() if chains}
-    new: Callable[[Any], Any] = lambda gm: made.get(gm, gm)  # noqa: E731
-    program.partition = replace(
-        parts, forward=new(parts.forward), backward=new(parts.backward), last_backward=new(parts.last_backward)
-    )
+    program.partition, _ = parts.changed(lambda gm, direction: (made.get(gm, gm), 0))
     return sum(map(len, found.values()))
 
 
@@ -197,14 +194,10 @@ def _replace(program: Program, graph: fx.Graph, chain: ConnectedOps) -> None:
         function = _chain(program, nodes, given, results)
     except _Strided:
         return
-    with graph.inserting_after(end):
-        call = inherit(graph.call_function(function, tuple(given)), end, NAME)
-    call.meta[VAL] = tuple(n.meta[VAL] for n in results)
+    call = new_call(end.next, function, tuple(given), tuple(n.meta[VAL] for n in results), end, NAME)
     last, moved = call, {call}
     for place, node in enumerate(results):
-        with graph.inserting_after(last):
-            last = inherit(graph.call_function(operator.getitem, (call, place)), node, NAME)
-        last.meta[VAL] = node.meta[VAL]
+        last = new_call(last.next, operator.getitem, (call, place), node.meta[VAL], node, NAME)
         moved.add(last)
         node.replace_all_uses_with(last, delete_user_cb=outer)
     for node in chain.nodes:

@@ -24,7 +24,7 @@ from torch import fx
 
 import megafx.kernels.activation.activation  # noqa: F401  registers the ops
 from megafx.ir.nodes import RESHAPES, behind, change_parts
-from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.largest import giving_largest
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
 from megafx.placements.moves import same_size
@@ -90,9 +90,7 @@ def _cast_again(cast: fx.Node) -> bool:
         node.meta[VAL] = node.meta[VAL].to(torch.uint8)
     producer.target, producer.args = target, (*producer.args[:4], largest)
     producer.meta[VAL] = (dx, dbias, value.meta[VAL], scale)
-    with cast.graph.inserting_before(cast):
-        turned = inherit(cast.graph.call_function(transposed, (x,)), cast, NAME)
-    turned.meta[VAL] = cast.meta[VAL][1]
+    turned = new_call(cast, transposed, (x,), cast.meta[VAL][1], cast, NAME)
     made = (x, turned, _item(producer, 3, scale))
     items: list[Any] = list(cast.users)
     for item in items:
@@ -119,7 +117,4 @@ def _can(producer: fx.Node, value: fx.Node, found: fx.Node) -> bool:
 
 
 def _item(producer: fx.Node, index: int, value: Any) -> fx.Node:
-    with producer.graph.inserting_after(producer):
-        node = producer.graph.call_function(operator.getitem, (producer, index))
-    node.meta[VAL] = value
-    return inherit(node, producer, NAME)
+    return new_call(producer.next, operator.getitem, (producer, index), value, producer, NAME)

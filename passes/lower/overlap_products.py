@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ from torch import fx
 
 from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
-from megafx.ir.nodes import COPIES, RESHAPES, readers_of, shows_operand, storage_of
-from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module, inherit
+from megafx.ir.nodes import COPIES, RESHAPES, between, readers_of, shows_operand, storage_of
+from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module, new_call
 from megafx.kernels.common.op import writes_into
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
 from megafx.ops.axes import AxisContext
@@ -63,20 +62,16 @@ def overlap_products(program: Program, planner: Planner) -> int:
     if parts is None or axes is None or TENSOR_AXIS not in axes or planner.config.tp_comm_overlap is False:
         return 0
     find = _Finder(program, planner, axes[TENSOR_AXIS])
-    graphs = [gm for gm in (parts.forward, parts.backward) if gm is not None]
-    found = [gm for gm in graphs if find(gm)]
+    found = [gm for gm in (parts.forward, parts.backward) if gm is not None and find(gm)]
     if not found:
         return 0
     reason = exchange.why_not(find.place.group_name, find.place.rank)
     if reason:
         program.note("overlap", f"tensor-parallel communication does not run beside products: {reason}")
         return 0
-    made = {gm: _Overlap(find, gm).run() for gm in found}
-    new = {gm: changed for gm, (changed, _) in made.items()}
-    backward = parts.backward if parts.backward is None else new.get(parts.backward, parts.backward)
-    forward = new.get(parts.forward, parts.forward)
-    program.partition = replace(parts, forward=forward, backward=backward, last_backward=backward)
-    return sum(count for _, count in made.values())
+    change = lambda gm, direction: _Overlap(find, gm).run() if gm in found else (gm, 0)  # noqa: E731
+    program.partition, count = parts.changed(change)
+    return count
 
 
 class _Finder:
@@ -132,18 +127,14 @@ class _Overlap:
             rewrite[start.target](start, wait)
         self._choose_memory()
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        with self.graph.inserting_before(first):
-            inherit(self.graph.call_function(exchange.begin, self.end), first, NAME).meta[VAL] = None
+        new_call(first, exchange.begin, self.end, None, first, NAME)
         self.graph.lint()
         self.gm.recompile()
         return self.gm, len(self.starts)
 
     def _call(self, origin: fx.Node, target: Any, *args: Any, value: Any = None) -> fx.Node:
         """Insert a call before `origin`, its source, with that node's value or `value`."""
-        with self.graph.inserting_before(origin):
-            node = self.graph.call_function(target, args)
-        node.meta[VAL] = origin.meta[VAL] if value is None else value
-        return inherit(node, origin, NAME)
+        return new_call(origin, target, args, origin.meta[VAL] if value is None else value, origin, NAME)
 
     def _gather(self, start: fx.Node, wait: fx.Node) -> None:
         x = start.args[0]
@@ -178,7 +169,7 @@ class _Overlap:
         """Products whose left operand is the gathered rows and that can run where the first of them does; none if another
         product runs during the gather, or if another op reads the rows earlier."""
         found = sorted(n for n in readers_of(wait, _MAY_SHOW) if _reads_rows(n, wait))
-        if not found or any(is_product(n) for n in _between(start, found[0])):
+        if not found or any(is_product(n) for n in between(start, found[0])):
             return []
         if not all(shows_operand(n) or n.target in COPIES for n in _dependents(wait, found[0])):
             return []
@@ -202,7 +193,7 @@ class _Overlap:
         rows = functools.reduce(lambda a, b: self._compute(start, operator.mul, a, b), shape[:-1])
         more = self._compute(start, operator.add, rows, self.t - 1)
         padded = self._compute(start, operator.mul, self._compute(start, operator.floordiv, more, self.t), self.t)
-        between = [n for n in _between(start, wait) if is_product(n)]
+        others = [n for n in between(start, wait) if is_product(n)]
         behind, value = start.next, x.meta[VAL]
         if product is not None:
             operands = _left(product), _right(product), [padded, shape[-1]]
@@ -211,7 +202,7 @@ class _Overlap:
             flat = x if len(shape) == 2 else self._call(start, aten.view.default, x, [rows, shape[-1]], value=value)
             flat = flat if padded is rows else self._call(start, PAD, flat, padded, value=value)
             begun = self._call(start, exchange.scatter_start, flat, *self.end, value=value)
-            behind = between[len(between) // 2] if between else wait
+            behind = others[len(others) // 2] if others else wait
         gathering = self._call(behind, exchange.regather_start, begun, *self.end, False, value=value)
         gathered = self._call(wait, exchange.gather_wait, gathering, *self.end)
         made = gathered if padded is rows else self._call(wait, aten.slice.Tensor, gathered, 0, 0, rows)
@@ -378,18 +369,10 @@ def _right(product: fx.Node) -> tuple[Any, ...]:
 # -- places in the graph
 
 
-def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    found, node = [], first.next
-    while node is not last:
-        found.append(node)
-        node = node.next
-    return found
-
-
 def _dependents(base: fx.Node, end: fx.Node) -> list[fx.Node]:
     """Nodes before `end` that depend on `base`, in order."""
     found: dict[fx.Node, None] = {base: None}
-    for node in _between(base, end):
+    for node in between(base, end):
         if any(a in found for a in node.all_input_nodes):
             found[node] = None
     return [*found][1:]

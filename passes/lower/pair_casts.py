@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from megafx.ir.nodes import change_parts
-from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.quantize import amax, amax_both, quantize, quantize_both
 from megafx.planner.context import Planner
 
@@ -115,10 +115,7 @@ def _other(node: fx.Node, target: Any, place: int) -> fx.Node | None:
 
 
 def _call(before: fx.Node, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args)
-    made.meta[VAL] = value
-    return inherit(made, before, NAME)
+    return new_call(before, target, args, value, before, NAME)
 
 
 def _item(before: fx.Node, made: fx.Node, index: int) -> fx.Node:

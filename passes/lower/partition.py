@@ -13,7 +13,7 @@ What eager mode keeps is kept, except what costs nothing to have again:
     size       sizes are kept as integers; arithmetic on them is repeated
     view       views of one storage are repeated from the value they show
     cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
-    recompute  nodes tagged so (ir.RECOMPUTE) are repeated: the all-gathers of sequence parallelism (`tag_regathers`)
+    recompute  nodes tagged so (ir.RECOMPUTE) are repeated (`choose_kept`)
 
 Lazy outputs (`Output.lazy`) are in neither graph: a third one computes them when somebody reads them. It keeps what it needs
 by the same rules, except that it gathers shards again rather than keep them gathered.
@@ -55,22 +55,6 @@ from megafx.ops.offload import is_on_host
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.BOUND, Phase.PARTITIONED
-
-
-def tag_regathers(program: Program) -> int:
-    """Tag (in a JOINT program) forward all-gathers of sharded values for repetition in backward; return their number.
-
-    They are the transitions S -> R of values that are computed: gathered parameters are not sequence parallelism's.
-    """
-    count = 0
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or in_backward(node):
-            continue
-        source, src, dst = node.args[:3]
-        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":
-            node.meta[RECOMPUTE] = True
-            count += 1
-    return count
 
 
 def partition(program: Program, planner: Planner) -> int:

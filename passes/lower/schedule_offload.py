@@ -43,7 +43,7 @@ def schedule_offload(program: Program, planner: Planner) -> int:
         for node in gm.graph.find_nodes(op="call_function", target=RELOAD):
             first = next(n for n in gm.graph.nodes if n.op != "placeholder")
             place = _first(first, lambda layer, own=node.meta[LAYER]: own <= layer <= own + 1)  # type: ignore[misc]
-            if _comes_before(place, node):
+            if place < node:
                 place.prepend(node)
             changes += 1
     for graph_module in (parts.forward, parts.backward, parts.lazy_graph):
@@ -62,12 +62,3 @@ def _first(node: fx.Node, wanted: Callable[[int], bool]) -> fx.Node:
             return node
         node = node.next
     return node
-
-
-def _comes_before(first: fx.Node, second: fx.Node) -> bool:
-    node = first
-    while node.op != "output":
-        if node is second:
-            return True
-        node = node.next
-    return False

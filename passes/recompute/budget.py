@@ -29,7 +29,7 @@ from megafx.analysis.layers import Layers
 from megafx.analysis.prices import bytes_of, seconds
 from megafx.errors import PlanError
 from megafx.ir.nodes import in_backward
-from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit
+from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit, new_call
 from megafx.ir.sizes import is_size
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.placements.data_axis import CONTEXT_AXIS
@@ -243,9 +243,8 @@ class Spender:
             made.append(last)
             self.layer[last] = self.layer.get(node, -1)
         for value in step.values:
-            with graph.inserting_after(last if value is whole(value) else value):
-                both = inherit(graph.call_function(AGAIN, (value, copies[value])), value, NAME)
-            both.meta[VAL] = value.meta[VAL]
+            where = last if value is whole(value) else value
+            both = new_call(where.next, AGAIN, (value, copies[value]), value.meta[VAL], value, NAME)
             for reader in [n for n in value.users if n is not both and n.op != "output"]:
                 reader.replace_input_with(value, both)
             self.layer[both] = self.layer.get(value, -1)

@@ -30,7 +30,7 @@ from megafx.analysis.kept import Kept, is_given, total_bytes
 from megafx.analysis.prices import seconds
 from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit, tensors_of
+from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, new_call, tensors_of
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import is_on_host
 from megafx.passes.recompute.budget import Spender, layers_of, promised_bytes, whole
@@ -133,7 +133,8 @@ def split_norms(program: Program) -> list[fx.Node]:
         reader = next((r for r in normed.users if not in_backward(r)), normed)
         summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))  # type: ignore[arg-type]
         statistics = [part for index, part in sorted(parts.items()) if index > 0]
-        emit = _Emit(program, max(parts.values()).next, normed)
+        where = max(parts.values()).next
+        emit = lambda *call, where=where, normed=normed: new_call(where, *call, normed, NAME)  # noqa: E731
         norm = emit(op, (total, *node.args[taken]), tuple(part.meta[VAL] for part in statistics))
         new = [norm]
         for index, part in parts.items():
@@ -152,19 +153,6 @@ def split_norms(program: Program) -> list[fx.Node]:
             each.meta[FQN] = fqn_of(reader)
             each.meta[REGION] = reader.meta.get(REGION)
     return made
-
-
-class _Emit:
-    """Inserts nodes before `where`, with the given values and with `origin` as their source."""
-
-    def __init__(self, program: Program, where: fx.Node, origin: fx.Node) -> None:
-        self.program, self.where, self.origin = program, where, origin
-
-    def __call__(self, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-        with self.program.graph.inserting_before(self.where):
-            node = self.program.graph.call_function(target, args)
-        node.meta[VAL] = value
-        return inherit(node, self.origin, NAME)
 
 
 def join_norms(program: Program, again: list[fx.Node]) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from megafx.analysis.kept import Kept, is_given, is_value
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import PLACEMENT, RECOMPUTE, VAL, Program, inherit
+from megafx.ir.program import PLACEMENT, RECOMPUTE, VAL, Program, new_call
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.again import AGAIN
 from megafx.passes.communicate.emit import NodeOps
@@ -74,10 +74,7 @@ def _spread(program: Program, planner: Planner, value: fx.Node, dim: int) -> Non
     own = ops.rank_select(ops.view(ops.contiguous(value), [t, part]))
     first = len(ops.emitted)
     back = ops.view(ops.all_gather(own, t), [*shape])
-    with program.graph.inserting_before(where):
-        both = program.graph.call_function(AGAIN, (value, back))
-    both.meta[VAL] = value.meta[VAL]
-    inherit(both, value, NAME)
+    both = new_call(where, AGAIN, (value, back), value.meta[VAL], value, NAME)
     for node in (*ops.emitted[first:], both):
         node.meta[RECOMPUTE] = True
     if PLACEMENT in value.meta:

@@ -21,7 +21,7 @@ from megafx.analysis.kept import Kept, is_given, is_value
 from megafx.analysis.prices import bytes_of, seconds
 from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, inherit
+from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, new_call
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import OFFLOAD, RELOAD, RELOADED
 from megafx.passes.recompute.budget import model_places, whole
@@ -135,14 +135,11 @@ def emit_offload(program: Program, values: Iterable[fx.Node], layer: Mapping[fx.
         with program.fake_mode:
             on_host = torch.empty_like(value.meta[VAL], device="cpu")
         where = value.next
-        with program.graph.inserting_before(where):
-            host = program.graph.call_function(OFFLOAD, (value,))
-            back = program.graph.call_function(RELOAD, (host, cuda))
-            done = program.graph.call_function(RELOADED, (back,))
-            both = program.graph.call_function(AGAIN, (value, done))
+        host = new_call(where, OFFLOAD, (value,), on_host, value, NAME)
+        back = new_call(where, RELOAD, (host, cuda), value.meta[VAL], value, NAME)
+        done = new_call(where, RELOADED, (back,), value.meta[VAL], value, NAME)
+        both = new_call(where, AGAIN, (value, done), value.meta[VAL], value, NAME)
         for node in (host, back, done, both):
-            inherit(node, value, NAME)
-            node.meta[VAL] = on_host if node is host else value.meta[VAL]
             node.meta[LAYER] = value.meta.get(LAYER, 0)
         host.meta.pop(RECOMPUTE, None)
         for node in (back, done, both):

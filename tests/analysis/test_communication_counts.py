@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import real_sizes
-from lowered import parts_of, saved_bytes
+from lowered import parts_of, saved_bytes, tag_regathers
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
@@ -24,7 +24,6 @@ from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.dump import target_text
 from megafx.ir.program import PHASE, Partition, Program
-from megafx.passes.lower.partition import tag_regathers
 from megafx.placements.types import ALL_GATHER as AG
 from megafx.placements.types import ALL_REDUCE as AR
 from megafx.placements.types import REDUCE_SCATTER as RS

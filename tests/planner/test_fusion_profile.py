@@ -19,7 +19,7 @@ from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.errors import ConfigError
 from megafx.planner.fusion_profile import FOLDER, MERGE_GATE_UP, MERGE_LINEARS, MODES, FusionProfile, Measured, Times
-from megafx.planner.hardware import Hardware
+from megafx.planner.hardware import Hardware, profiles_in
 from megafx.rewrite.pattern import registered_patterns
 from megafx.testing import make_planner
 
@@ -189,13 +189,13 @@ def test_a_profile_that_is_not_there(tmp_path):
 
 def test_shipped_profiles_name_patterns_and_hardware_that_exist():
     known = {p.name for p in registered_patterns()} | {MERGE_GATE_UP, MERGE_LINEARS}
-    for name in FusionProfile.names():
+    for name in profiles_in(FOLDER):
         found = FusionProfile.load(name)
         assert "measured" in found.source and {*found.hardware} <= {*Hardware.names()}
         assert {p for m in found.fusions.values() for p in (*m.patterns, *m.needs)} <= known
         assert all(t.modes.keys() == {*MODES} for m in found.fusions.values() for t in m.times)
         assert FusionProfile.choose(None, found.hardware[0]) == found
-    assert sorted(p.stem for p in FOLDER.glob("*.yaml")) == FusionProfile.names()
+    assert profiles_in(FOLDER)
 
 
 # -- measuring

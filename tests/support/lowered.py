@@ -8,7 +8,8 @@ from typing import Any
 
 from megafx.compiler.executable import Context, Executable
 from megafx.config import Config
-from megafx.ir.program import Partition, Program
+from megafx.ir.nodes import in_backward
+from megafx.ir.program import RECOMPUTE, Partition, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops.axes import AxisContext
 from megafx.passes.experts.drop_expert_values import drop_expert_values
@@ -27,6 +28,22 @@ def bound(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     drop_expert_values(program, planner)
     bind_mesh(program, planner)
     return program
+
+
+def tag_regathers(program: Program) -> int:
+    """Tag (in a JOINT program) forward all-gathers of sharded values for repetition in backward; return their number.
+
+    They are the transitions S -> R of values that are computed: gathered parameters are not sequence parallelism's.
+    """
+    count = 0
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or in_backward(node):
+            continue
+        source, src, dst = node.args[:3]
+        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":  # type: ignore[union-attr]  # a node
+            node.meta[RECOMPUTE] = True
+            count += 1
+    return count
 
 
 def parts_of(program: Program) -> Partition:

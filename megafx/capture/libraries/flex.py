@@ -233,11 +233,15 @@ def flex_attention(
     name = getattr(score_mod, "__name__", "score_mod")
     note(f"flex_attention with {name}: the scores of all pairs of tokens are made, [batch, heads, queries, keys]")
     out, lse, largest = _in_full(query, key, value, score_mod, mask, scale, pairs)
-    if return_aux is not None:
-        return out, flex.AuxOutput(
-            lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None
-        )
-    return (out, lse) if return_lse else out
+    return _results(out, lse, largest, return_lse, return_aux)
+
+
+def _results(out: Tensor, lse: Tensor, largest: Tensor, return_lse: bool, return_aux: Any) -> Any:
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, score: _Score, mask: Tensor | None) -> Tensor:
@@ -376,12 +380,7 @@ def _plain(
     scale = query.size(-1) ** -0.5 if scale is None else scale
     mod = score_mod or flex._identity
     out, lse, largest = math_attention(query, key, value, mod, blocks.as_tuple(), scale, {})
-    lse, largest = lse * math.log(2), largest * math.log(2)
-    if return_aux is not None:
-        return out, flex.AuxOutput(
-            lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None
-        )
-    return (out, lse) if return_lse else out
+    return _results(out, lse * math.log(2), largest * math.log(2), return_lse, return_aux)
 
 
 def flex_replacements(note: Callable[[str], None]) -> list[tuple[Any, str, Callable[[Any], Any]]]:

@@ -24,12 +24,15 @@ FP8_GAIN = (
 )
 
 
-def read_profile(
-    kind: str, name_or_path: str | Path, folder: Path, names: Sequence[str], writer: str
-) -> tuple[Any, str]:
-    """(data, name of the file) of a profile that comes with megafx (names: of those in `folder`), or of a YAML file.
+def profiles_in(folder: Path) -> list[str]:
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def read_profile(kind: str, name_or_path: str | Path, folder: Path, writer: str) -> tuple[Any, str]:
+    """(data, name of the file) of a profile that comes with megafx, in `folder`, or of a YAML file.
 
     writer: the command that writes such a file. Raises ConfigError."""
+    names = profiles_in(folder)
     path, shipped = Path(name_or_path), ", ".join(names) or "none"
     if str(name_or_path) in names:
         path = folder / f"{name_or_path}.yaml"
@@ -101,27 +104,16 @@ class Hardware:
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
             raise self._bad("flops_per_second", self.flops_per_second, "a mapping of dtype names to FLOP/s")
-        for dtype, rate in self.flops_per_second.items():
-            self._positive(f"flops_per_second[{dtype}]", rate)
-        for dtype, rate in self.peak_flops_per_second.items():
-            self._positive(f"peak_flops_per_second[{dtype}]", rate)
+        for name in ("flops_per_second", "peak_flops_per_second", "attention", "beside"):
+            for key, number in getattr(self, name).items():
+                self._positive(f"{name}[{key}]", number)
         for name in ("memory_bytes_per_second", "link_bytes_per_second", "gpus_per_host"):
             self._positive(name, getattr(self, name))
-        for name in (
-            "alpha_seconds",
-            "launch_seconds",
-            "kernel_seconds",
-            "hidden",
-            "transfer_seconds",
-            "network_seconds",
-        ):
+        for name in ("hidden", *(f"{what}_seconds" for what in ("alpha", "launch", "kernel", "transfer", "network"))):
             self._positive(name, getattr(self, name), zero=True)
         for row in self.products:
             for number in row:
                 self._positive(f"products {list(row)}", number)
-        for what, numbers in (("attention", self.attention), ("beside", self.beside)):
-            for name, number in numbers.items():
-                self._positive(f"{what}[{name}]", number)
         for name, by_ranks in self.collectives.items():
             for ranks, pair in by_ranks.items():
                 for number in pair:
@@ -155,12 +147,12 @@ class Hardware:
     @staticmethod
     def names() -> list[str]:
         """Profiles that come with megafx."""
-        return sorted(p.stem for p in PROFILES.glob("*.yaml"))
+        return profiles_in(PROFILES)
 
     @staticmethod
     def load(name_or_path: str | Path) -> Hardware:
         """A profile by name ('h200-nvlink') or the path of a YAML file with the same fields."""
-        return Hardware.from_dict(*read_profile("hardware", name_or_path, PROFILES, Hardware.names(), COMMAND))
+        return Hardware.from_dict(*read_profile("hardware", name_or_path, PROFILES, COMMAND))
 
     @staticmethod
     def from_dict(data: Any, where: str = "the profile") -> Hardware:

@@ -28,7 +28,7 @@ from torch import nn
 from megafx.capture.reads import LIBRARIES
 from megafx.debugging import current
 from megafx.ir.program import Program
-from megafx.ir.source_lines import is_installed
+from megafx.ir.source_lines import frame_behind, is_installed
 from megafx.ir.stored import Unstorable
 from megafx.kernels.common.ahead import compiles_here
 from megafx.rewrite.pattern import registered_patterns
@@ -141,9 +141,7 @@ def hidden(value: str | None) -> str:
 
 
 def asked_by_megafx() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(("<frozen", *STDLIB)):
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    frame = frame_behind(sys._getframe(2), lambda file: file.startswith(("<frozen", *STDLIB)))
     return frame is not None and str(frame.f_code.co_filename).startswith(own_roots())
 
 

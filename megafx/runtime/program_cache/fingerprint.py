@@ -23,7 +23,7 @@ from torch import nn
 from megafx.capture.reads import LIBRARIES
 from megafx.ir.python_state import ABSENT, PLAIN, VARIES, Container
 from megafx.ir.source_lines import is_installed
-from megafx.ir.stored import Unstorable
+from megafx.ir.stored import Unstorable, named_in
 from megafx.runtime.guards import DirectCall
 
 LARGEST = 2**24  # elements of a tensor that is compared
@@ -168,9 +168,7 @@ class Fingerprint:
 
 def _is_of_package(function: types.FunctionType) -> bool:
     """True for a function that an installed package defines, and that is found there by its name."""
-    found: Any = sys.modules.get(function.__module__)
-    for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
+    found = named_in(function.__module__, function.__qualname__)
     return found is function and is_installed(function.__code__.co_filename)
 
 

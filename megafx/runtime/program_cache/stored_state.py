@@ -21,7 +21,7 @@ from megafx.errors import SourceLine
 from megafx.ir.holders import ENVIRONMENT, OF_TORCH, OwnAttributes, Remembered, SizesOf
 from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
 from megafx.ir.source_lines import is_installed
-from megafx.ir.stored import Unstorable
+from megafx.ir.stored import Unstorable, named_in
 from megafx.runtime.program_cache.fingerprint import Fingerprint
 
 _KEYS = (str, int, bool, type(None))
@@ -127,7 +127,7 @@ class _Paths:
         name = holder.get("__name__") if isinstance(holder, dict) else None
         if isinstance(name, str) and vars(sys.modules.get(name, types)) is holder:
             return ["globals", name]
-        if isinstance(holder, type) and _class_at(holder.__module__, holder.__qualname__) is holder:
+        if isinstance(holder, type) and named_in(holder.__module__, holder.__qualname__) is holder:
             return ["class", holder.__module__, holder.__qualname__]
         raise Unstorable(f"'{place.name}', which no path leads to")
 
@@ -194,7 +194,7 @@ class _Finder:
         if kind == "globals":
             return None if (module := python_module(rest[0])) is None else vars(module)
         if kind == "class":
-            return _class_at(*rest) if python_module(rest[0]) is not None else None
+            return named_in(*rest) if python_module(rest[0]) is not None else None
         if kind == "guard":
             place = self.guarded(rest[0])
             return None if place is None or place.get() is ABSENT else place.get()
@@ -227,13 +227,6 @@ class _Finder:
 
 def _function_of(value: Any) -> Any:
     return getattr(value, "fget", getattr(value, "__func__", value))
-
-
-def _class_at(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def python_module(name: str) -> types.ModuleType | None:

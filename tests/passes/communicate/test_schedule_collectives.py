@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
-from lowered import parts_of, saved_bytes
+from lowered import parts_of, saved_bytes, tag_regathers
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +18,6 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
-from megafx.passes.lower.partition import tag_regathers
 from megafx.placements.types import Layout, Placement, S
 from megafx.testing import make_planner
 
