@@ -373,9 +373,8 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
                     Tried(f"{what} %{start.name}", fqn_of(start), source_of(start), "numbers", not is_right())
                 )
     if is_typed():
-        axes = [
-            axis for axis in ranks if axis != EXPERT_AXIS
-        ]  # of experts: a parameter's own, which `hold_experts` takes away
+        # of experts: a parameter's own, which `hold_experts` takes away
+        axes = [axis for axis in ranks if axis != EXPERT_AXIS]
         moved = [n for axis in axes for n in joint.graph.nodes if is_transition(n, axis)]
         for node in [n for n in moved if set(n.args[1:3]) != {"I", "R"} and not is_zero(n.args[0])]:
             with without_transition(joint.graph, node):

@@ -55,9 +55,8 @@ class CaptureError(MegafxError):
     raised: Exception | None = None
     what_to_do = "Change the line that is named, or leave its module out of the graph: `Config(eager_modules=[...])`."
     part = ""  # FQN of the smallest submodule whose call holds the line, where it can be left eager
-    functions: tuple[
-        CodeType, ...
-    ] = ()  # of those that its forward has called, and that hold the line, the deepest first
+    # of those that its forward has called, and that hold the line, the deepest first
+    functions: tuple[CodeType, ...] = ()
     converts: CodeType | None = (
         None  # code whose `float()`, `int()` or `bool()` of a tensor failed (capture/conversions.py)
     )

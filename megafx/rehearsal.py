@@ -366,9 +366,8 @@ def check_orders(mesh: Mesh, kind_of: Sequence[Any], orders: Mapping[Any, Sequen
                     one, two = (by_axis[k][axis] for k in pair[1:])
                     _same(one, two, group[0], rank, f"group '{mesh.ranks[rank][axis].group_name}'{of}")
                 alike.add(pair)
-    if (
-        len({tuple(order) for order in orders.values()}) > 1
-    ):  # with one order for all ranks, the first that is open can run
+    # with one order for all ranks, the first that is open can run
+    if len({tuple(order) for order in orders.values()}) > 1:
         _run(mesh, kind_of, orders)
 
 

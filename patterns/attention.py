@@ -70,9 +70,8 @@ def _scores(q: Tensor, k: Tensor, wide: str) -> Tensor:
 
 def _unfit(m: Match) -> str | None:
     """Why a softmax between two products is not the op's."""
-    if (
-        m["mask"] is not None and m["mask"].dtype == torch.bool and m["fill"] > HARD_FILL
-    ):  # hidden keys keep some weight
+    # hidden keys keep some weight
+    if m["mask"] is not None and m["mask"].dtype == torch.bool and m["fill"] > HARD_FILL:
         return f"its fill {m['fill']} does not hide"
     if m["wide"] not in (False, "no") and m["q"].dtype == torch.float64:
         return "its operands are fp64, and its softmax is fp32: the op computes in fp64"

@@ -225,9 +225,8 @@ class _Builder:
             m, k = numel * held / max(n, 1), terms * part / held
             groups = products_in(self.program, node)
             if groups:
-                own = any(
-                    p.is_shard and p.dim == 0 for p in choice.ins
-                )  # each rank has some of the experts, with their rows
+                # each rank has some of the experts, with their rows
+                own = any(p.is_shard and p.dim == 0 for p in choice.ins)
                 groups, m, k = (
                     (max(round(groups * part), 1), m * part / held, k * held / part) if own else (groups, m, k)
                 )

@@ -146,9 +146,8 @@ def expert_values(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
             if len(owners) == 1 and None not in owners:
                 found[node] = owners.pop()  # type: ignore[assignment]  # not None
     sources = row_sources(program.graph)
-    for node, key in [
-        *found.items()
-    ]:  # without the rows that say how long a value is that others read: all ranks must know
+    # without the rows that say how long a value is that others read: all ranks must know
+    for node, key in [*found.items()]:
         if _of_rows(program, node) and any(found.get(user) != key for user in node.users):
             symbols = {s for n in node.meta[VAL].shape if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
             for kept in ancestors([sources[s][0] for s in symbols if s in sources]):

@@ -232,9 +232,8 @@ def _mask_form(value: Choice) -> Choice | None:
     """An additive mask: 0 where it shows, a number that hides elsewhere."""
     if value.on == 0 and hides(value.off):
         return value
-    return (
-        Choice(negated(value.where), value.off, value.on) if value.off == 0 and hides(value.on) else None
-    )  # never mixed
+    # never mixed
+    return Choice(negated(value.where), value.off, value.on) if value.off == 0 and hides(value.on) else None
 
 
 def moved(value: Value | None, to: Callable[[int], int | None], shift: Mapping[int, int] | None = None) -> Value | None:

@@ -211,8 +211,8 @@ def _pinned(parts: Partition) -> set[str]:
 
 
 def walk(
-    program: Program, gm: fx.GraphModule, given: Mapping[str, int], *, also: int = 0, pinned: Iterable[str] = (),
-) -> Timeline:  # fmt: skip
+    program: Program, gm: fx.GraphModule, given: Mapping[str, int], *, also: int = 0, pinned: Iterable[str] = ()
+) -> Timeline:
     """given: names of placeholders whose memory the graph may free -> bytes. Other placeholders stand elsewhere.
 
     also: bytes held in addition; pinned: names of placeholders that somebody else holds too.

@@ -243,9 +243,8 @@ MATH = (
 )
 
 
-_INSTALLED: dict[
-    str, dict[str, tuple[types.ModuleType, list[tuple[str, str]]]]
-] = {}  # library -> module -> what it has
+# library -> module -> what it has
+_INSTALLED: dict[str, dict[str, tuple[types.ModuleType, list[tuple[str, str]]]]] = {}
 
 
 def imported_by_name(

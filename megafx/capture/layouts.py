@@ -40,9 +40,8 @@ class Layouts:
     def _name(self, x: Tensor) -> str | None:
         """Of an argument of which code of the model asks."""
         name = self.names.get(id(x))
-        return (
-            name if name is not None and is_looked_at(sys._getframe(3).f_code.co_filename) else None
-        )  # behind _here_alone
+        # behind _here_alone
+        return name if name is not None and is_looked_at(sys._getframe(3).f_code.co_filename) else None
 
     def _is_contiguous(self, old: Callable[..., bool]) -> Callable[..., bool]:
         def is_contiguous(x: Tensor, *args: Any, **kwargs: Any) -> bool:

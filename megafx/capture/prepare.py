@@ -400,9 +400,8 @@ def _of_the_call(name: str, old: Callable[[], Any]) -> Callable[[], Any]:
     """A function that gives a setting of torch."""
 
     def answer() -> Any:
-        return (
-            SETTINGS[name].value if is_looked_at(sys._getframe(2).f_code.co_filename) else old()
-        )  # behind _here_alone
+        # behind _here_alone
+        return SETTINGS[name].value if is_looked_at(sys._getframe(2).f_code.co_filename) else old()
 
     answer.__name__ = name
     return answer
@@ -663,9 +662,8 @@ def _make_fake(
                 if id(tensor) not in memo:
                     like = stand_ins.get(f"{prefix}.{name}" if prefix else name, tensor)
                     fake = fake_like(like, fake_mode, device, keep=tensor)
-                    if table is module._parameters and not isinstance(
-                        fake, nn.Parameter
-                    ):  # by torch.func.functional_call
+                    # by torch.func.functional_call
+                    if table is module._parameters and not isinstance(fake, nn.Parameter):
                         fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
                     memo[id(tensor)] = fake
                     memo[id(memo[id(tensor)])] = memo[id(tensor)]  # a shared module is met again with its fakes

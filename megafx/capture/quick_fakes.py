@@ -57,9 +57,8 @@ class _Form(NamedTuple):
 
 
 _MOST = 20_000  # results for other traces: about 1 KB each
-_shared: dict[
-    Hashable, list[_Form]
-] = {}  # an op, forms of its operands and what is known of their symbols -> its results
+# an op, forms of its operands and what is known of their symbols -> its results
+_shared: dict[Hashable, list[_Form]] = {}
 _names: dict[Any, str] = {}  # expression -> what it is called in keys and forms
 _named: dict[str, Any] = {}  # and back: tuples of text and numbers are no work for Python's garbage collector
 

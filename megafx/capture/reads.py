@@ -96,9 +96,8 @@ class Reads:
         self.generators: list[tuple[Place, Any]] = []
         self.iterators: list[tuple[Place, Any]] = []
         self.advanced: set[int] = set()  # identities of what code has given to `next`
-        self.owners: dict[
-            str, tuple[int, Any]
-        ] = {}  # name of a variable, global or attribute of a class -> key of its place
+        # name of a variable, global or attribute of a class -> key of its place
+        self.owners: dict[str, tuple[int, Any]] = {}
         self.lists: list[dict[tuple[int, str], tuple[Any, str, Any]]] = []  # see `listing`
         # Called with each object before it is read from, with each place whose value may be changed in place, and with each
         # global, variable or attribute of a class that code in reach may assign to.
@@ -365,9 +364,8 @@ class Reads:
 
     def _follow(self, cls: type) -> None:
         """Note reads of the instances of a class of the user."""
-        known = _of_library(cls) and not cls.__module__.startswith(
-            "torch.optim"
-        )  # rates of optimizers and schedules change
+        # rates of optimizers and schedules change
+        known = _of_library(cls) and not cls.__module__.startswith("torch.optim")
         if cls in self.patched or known or issubclass(cls, nn.Module):
             return
         old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
@@ -382,9 +380,8 @@ class Reads:
         """An `os.environ.__getitem__` that notes what code of the user or of a model library asks for."""
 
         def read(environ: Any, name: str) -> str:
-            frame = frame_behind(
-                sys._getframe(2), OF_ENVIRON.__contains__
-            )  # past what makes it this thread's (prepare.py)
+            # past what makes it this thread's (prepare.py)
+            frame = frame_behind(sys._getframe(2), OF_ENVIRON.__contains__)
             if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
                 place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
                 self.places.setdefault((id(ENVIRONMENT), name), place)
@@ -469,9 +466,8 @@ class Reads:
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
-        if not function.__globals__.get(
-            "__builtins__", True
-        ):  # the `__new__` of a named tuple, whose globals are its own
+        # the `__new__` of a named tuple, whose globals are its own
+        if not function.__globals__.get("__builtins__", True):
             return
         package = str(function.__module__).partition(".")[0]
         if "site-packages" in code.co_filename and package not in self._packages:
@@ -626,9 +622,8 @@ class Reads:
 
     def _bound(self, place: Place) -> None:
         """place: of a name that holds nothing, or a module, a class or a library's function: another may be put there."""
-        if place.name.partition(" (")[0].endswith(
-            ".__class__"
-        ):  # the cell in which `super()` looks: nothing writes there
+        # the cell in which `super()` looks: nothing writes there
+        if place.name.partition(" (")[0].endswith(".__class__"):
             return
         self.places.setdefault((id(place.holder), place.key), place)
         self.alive.append(place.holder)

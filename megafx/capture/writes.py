@@ -100,9 +100,8 @@ class Writes:
 
     reads: Reads
     found: dict[str, Write] = field(default_factory=dict)
-    counters: dict[str, Place] = field(
-        default_factory=dict
-    )  # numbers that forward read, and replaced by another number
+    # numbers that forward read, and replaced by another number
+    counters: dict[str, Place] = field(default_factory=dict)
     dicts: dict[str, Place] = field(default_factory=dict)  # whose items it changed
     before: list[tuple[dict[str, Any], str, dict[str, Any]]] = field(default_factory=list)
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # each with a copy

@@ -237,9 +237,8 @@ class CudaGraphs:
             graph, results = self._graph(run, inputs, pool)
         except Exception as error:
             torch.cuda.synchronize()
-            for (
-                generator
-            ) in torch.cuda.default_generators:  # a recording that breaks off leaves them waiting for its end
+            # a recording that breaks off leaves them waiting for its end
+            for generator in torch.cuda.default_generators:
                 generator.graphsafe_set_state(generator.clone_state())
             return None, self._refused(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
         addresses = [arguments[i].data_ptr() for i in fixed]

@@ -283,9 +283,8 @@ class Cut:
             found[node] = max([own or 0, *(found[a] for a in operands)])
             if own is None and all(a in first for a in operands):
                 first.add(node)
-        for node in reversed(
-            list(found)
-        ):  # what forward itself makes of parameters (a cast of the head's): where it is used
+        # what forward itself makes of parameters (a cast of the head's): where it is used
+        for node in reversed(list(found)):
             users = [found[user] for user in node.users if user in found]
             if node in first and users:
                 found[node] = min(users)

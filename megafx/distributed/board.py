@@ -138,9 +138,8 @@ class SharedBoard(Board):
         self.file, self.memory, self.timeout = file, mmap.mmap(file.fileno(), 0), timeout
         self.texts: dict[str, tuple[int, int, int]] = {}
         self.end = 0
-        self.open: dict[
-            int, bytes
-        ] = {}  # number -> this rank's bytes, of entries that are not compared with all ranks yet
+        # number -> this rank's bytes, of entries that are not compared with all ranks yet
+        self.open: dict[int, bytes] = {}
 
     def exchange(self, entry: Entry) -> Difference | None:
         self.number += 1
@@ -257,9 +256,8 @@ class _Messages(Board):
         work.wait()
         if torch.equal(mine, largest):
             return None
-        entries = gather_objects(
-            self.own[-1], self.side
-        )  # all ranks come here: where two differ, neither has both ends
+        # all ranks come here: where two differ, neither has both ends
+        entries = gather_objects(self.own[-1], self.side)
         other = next(r for r, entry in enumerate(entries) if _sent(entry) != _sent(self.own[-1]))
         return self._between(other, entries[other], self.number)
 

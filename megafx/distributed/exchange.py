@@ -318,9 +318,8 @@ class Exchange:
 
 _exchanges: dict[tuple[str, int], Exchange] = {}  # by name of the group and rank in it
 _reasons: dict[str, str] = {}  # name of a group -> why it has none
-_asked: dict[
-    str, tuple[dist.ProcessGroup, bool | str]
-] = {}  # which group had the name, and what it wanted: names are reused
+# which group had the name, and what it wanted: names are reused
+_asked: dict[str, tuple[dist.ProcessGroup, bool | str]] = {}
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, wanted: bool | str) -> None:

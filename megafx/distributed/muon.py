@@ -120,8 +120,7 @@ def by_owners(
 ) -> list[Tensor]:  # fmt: skip
     """This rank's shards of function(whole matrix), each computed by one rank alone. Collective.
 
-    shards: this rank's physical shards of matrices of these logical shapes. function: [m, n] -> [m, n]
-    of `dtype`.
+    shards: this rank's physical shards of matrices of these logical shapes. function: [m, n] -> [m, n] of `dtype`.
     """
     me, ranks, count = dist.get_rank(group), dist.get_world_size(group), len(shards)
     owners = owners_of(tuple(tuple(shape) for shape in shapes), ranks)

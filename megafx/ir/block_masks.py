@@ -1,10 +1,9 @@
 """A BlockMask among the arguments of a call: what its mask_mod reads are inputs of the graph.
 
 FlexAttention's BlockMask is a table of blocks, and a function of single pairs: the mask_mod. A graph reads the function
-(capture/libraries/flex.py). So a `MaskArgument` replaces the argument, and pytree takes it apart: its leaves are
-the tensors that mask_mod reads from around it (ids of documents, lengths), and one for each of the lengths and the number of
-rows; its form is the code, with the numbers that it reads. Calls with other tensors have one graph; other code or numbers have
-another.
+(capture/libraries/flex.py). So a `MaskArgument` replaces the argument, and pytree takes it apart: its leaves are the tensors
+that mask_mod reads from around it (ids of documents, lengths), and one for each of the lengths and the number of rows; its form
+is the code, with the numbers that it reads. Calls with other tensors have one graph; other code or numbers have another.
 """
 
 from __future__ import annotations

@@ -183,9 +183,8 @@ class DataShapeEnv(ShapeEnv):
         answer = self._maybe_evaluate_static(question.xreplace(self.traced))
         if answer is not None:
             return answer
-        if isinstance(question, (sympy.Eq, sympy.Ne)) and not question.has(
-            Mod, PythonMod
-        ):  # equal hints are an accident
+        # equal hints are an accident
+        if isinstance(question, (sympy.Eq, sympy.Ne)) and not question.has(Mod, PythonMod):
             return sympy.sympify(isinstance(question, sympy.Ne))
         answer = question.xreplace({s: sympy.Integer(n) for s, n in self.backed_var_to_val.items()})
         return answer if answer in (sympy.true, sympy.false) else None

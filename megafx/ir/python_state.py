@@ -58,9 +58,8 @@ class Place:
     """Where a value is: item `key` of a dict or list, or attribute `key` of another object.
 
     The attributes of an instance are items of its `__dict__`, and a container is read past what its class overrides, so that a
-    check runs no code of the user. name: for messages,
-    as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'. line: where forward reads it. within: the holder is what
-    that place holds at the time.
+    check runs no code of the user. name: for messages, as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'.
+    line: where forward reads it. within: the holder is what that place holds at the time.
     """
 
     holder: Any

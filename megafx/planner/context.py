@@ -30,18 +30,17 @@ Gradients = Literal["reduce", "hold", "add", "accumulate"]
 class Planner:
     """One compile: what is asked, and what has been decided so far. Every pass takes it as its second argument.
 
-    config, t, hardware: the user's options, the number of tensor-parallel ranks and what they run on. data: the
-    data-parallel axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage
-    of parameters (and of caches that come in) where an earlier graph has settled it; fixed_experts: names of those of which a
-    rank holds its experts alone, where it has. given: a plan to apply instead of
-    solving. agree: this rank's plan -> the plan of all ranks. caches: path in a key-value cache -> the placement that it
-    leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), add
-    what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
-    one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
-    that are priced. axis: the one that is planned. cuts: names of the sizes that it cuts, wherever a rule lets it; none: any
-    size that pays. head_tail: cuts are such layouts. by_heads: attentions whose heads it may cut instead;
-    always_by_heads: it does. fits: the activation memory budget, a fraction, was chosen to fit the
-    device, so it promises bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8
+    config, t, hardware: the user's options, the number of tensor-parallel ranks and what they run on. data: the data-parallel
+    axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage of parameters (and
+    of caches that come in) where an earlier graph has settled it; fixed_experts: names of those of which a rank holds its
+    experts alone, where it has. given: a plan to apply instead of solving. agree: this rank's plan -> the plan of all ranks.
+    caches: path in a key-value cache -> the placement that it leaves a graph at. gradients: what data-parallel ranks do with
+    theirs: reduce them, hold them back (`no_sync`), add what was held and reduce, or add to what is there and hold that. axes:
+    this rank's place on each mesh axis; None: there is one rank, or this is for all of them. at_call: memory is counted at the
+    sizes of the call that was captured, not at those that are priced. axis: the one that is planned. cuts: names of the sizes
+    that it cuts, wherever a rule lets it; none: any size that pays. head_tail: cuts are such layouts. by_heads: attentions
+    whose heads it may cut instead; always_by_heads: it does. fits: the activation memory budget, a fraction, was chosen to fit
+    the device, so it promises bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8
     are kept until a weight changes.
     """
 
@@ -68,9 +67,8 @@ class Planner:
     keeps_casts: bool = False
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # decided by dispatch_experts
-    experts: dict[str, int] = field(
-        default_factory=dict
-    )  # parameters of which a rank needs its experts alone (Plan.experts)
+    # parameters of which a rank needs its experts alone (Plan.experts)
+    experts: dict[str, int] = field(default_factory=dict)
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)

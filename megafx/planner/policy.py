@@ -195,9 +195,8 @@ class Policy:
     ) -> None:
         self.program, self.t, self.free, self.sequence_parallel = program, t, free, sequence_parallel
         self.yields = yields or Yields()
-        self.gave_way: dict[str, dict[fx.Node, None]] = {
-            policy: {} for policy in YIELDING
-        }  # where it would have forbidden
+        # where it would have forbidden
+        self.gave_way: dict[str, dict[fx.Node, None]] = {policy: {} for policy in YIELDING}
         self.weights = weight_values(program, active)
         # weight -> reasons for which strategies that shard it were taken away, in order
         self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)

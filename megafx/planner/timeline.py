@@ -244,9 +244,8 @@ class _Schedule:
         """A product's gathered operand is not kept for the gradient of its weight: its shards are gathered beside products."""
         for source in self.sources[i]:
             move = self.costed.nodes[source].move
-            inner = (
-                move is not None and move.axis == TENSOR_AXIS
-            )  # others are kept, but for those that a budget makes again
+            # others are kept, but for those that a budget makes again
+            inner = move is not None and move.axis == TENSOR_AXIS
             if move is not None and inner and move.forward == ALL_GATHER and source not in self.again:
                 found = self._send(part, source, self.device, ALL_GATHER, move.forward_bytes, 0.0, False)
                 assert found is not None

@@ -33,9 +33,8 @@ def _asset(name: str) -> str:
 
 def page(data: dict[str, Any]) -> str:
     """The page of a report's data (`Report.page_data`)."""
-    text = json.dumps(_packed(data), separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )  # so that no text of the model ends the script
+    # so that no text of the model ends the script
+    text = json.dumps(_packed(data), separators=(",", ":")).replace("<", "\\u003c")
     title, about = (html.escape(data[key]) for key in ("title", "about"))
     script = "\n".join(map(_asset, SCRIPTS))
     return _asset("page.html").format(title=title, about=about, style=_asset("page.css"), data=text, script=script)

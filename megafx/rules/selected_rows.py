@@ -47,13 +47,11 @@ class SelectedRows:
     ) -> None:
         self.ranks, self.facts, self.shape, self.count, self.same = ranks, facts, shape, count, same
         self.places: dict[fx.Node, int] = {}  # results of `rows` -> the dim of the mask that is cut
-        self.numbers: dict[
-            fx.Node, tuple[fx.Node, int]
-        ] = {}  # numbers of a rank's own rows -> the mask, the dim that is cut
+        # numbers of a rank's own rows -> the mask, the dim that is cut
+        self.numbers: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.masks: dict[int, fx.Node] = {}  # number of selected rows -> the mask
-        self.tokens: dict[
-            fx.Node, tuple[Placement, Placement]
-        ] = {}  # results of `places_of` -> how choices and tokens are cut
+        # results of `places_of` -> how choices and tokens are cut
+        self.tokens: dict[fx.Node, tuple[Placement, Placement]] = {}
         self.joined: dict[int, tuple[int, ...]] = {}  # number of rows of several masks, one below the other -> of each
 
     def typed(self, node: fx.Node) -> Placement | None:

@@ -139,9 +139,8 @@ class _Scaler(Maxima):
         self.found: list[_Linear] = []
         self.found_heads: list[_Head] = []
         self.placed: Callable[[fx.Node], str] = lambda product: ""
-        self.late: dict[
-            fx.Node, list[fx.Node]
-        ] = {}  # forward values that backward casts, and the products for which it does
+        # forward values that backward casts, and the products for which it does
+        self.late: dict[fx.Node, list[fx.Node]] = {}
         nodes = program.input_nodes()
         shapes = {s.name: tuple(map(str, n.meta[VAL].shape)) for n, s in nodes if s.kind == "param"}
         self.layers = Layers.of(shapes)

@@ -239,9 +239,8 @@ class _Functionalizer:
         if node.target in (aten.fill_.Scalar, aten.zero_.default):
             fill = rest[0] if node.target is aten.fill_.Scalar else 0
             return emit(aten.full.default, self.editor.shape(value), fill, dtype=value.dtype, device=value.device)
-        if (
-            node.target is aten.bernoulli_.Tensor
-        ):  # the probability is a number that changes between calls, or one of each
+        # the probability is a number that changes between calls, or one of each
+        if node.target is aten.bernoulli_.Tensor:
             new = emit(aten.bernoulli.default, emit(aten.expand.default, rest[0], self.editor.shape(value)))
         elif node.target is aten.bernoulli_.float:  # whose default, 0.5, is none of the functional form's
             new = emit(aten.bernoulli.p, old, argument(node, "p"))
@@ -273,9 +272,8 @@ class _Functionalizer:
             return emit(aten.detach.default, part)
         if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
             return part
-        if (
-            target in (aten.slice.Tensor, aten.select.int) and whole.meta[VAL].is_complex()
-        ):  # autograd has real ones alone
+        # autograd has real ones alone
+        if target in (aten.slice.Tensor, aten.select.int) and whole.meta[VAL].is_complex():
             dim, *more = rest or (0,)
             own = [emit(aten.clone.default, x) if x.meta[VAL].is_conj() else x for x in (whole, part)]
             pairs = [emit(aten.view_as_real.default, x) for x in own]

@@ -3,9 +3,8 @@
 Before:  %y = multiply(%a, %b); %z = clone(%y); %o = ones_like(%z)
 After:   %y = mul(%a, %b); %o = full([batch, 8], 1, dtype=..., device=...)
 Legal because: torch defines the one by the other, with the same arguments; in a functional graph a copy, or a view of the same
-elements, is the same value. New tensors say size and dtype themselves: the example of another value may come to be sharded,
-and the process's default dtype is no part of the model. Grouped matmuls, torch's and transformers' stand-in, are
-megafx.grouped_mm.
+elements, is the same value. New tensors say size and dtype themselves: the example of another value may come to be sharded, and
+the process's default dtype is no part of the model. Grouped matmuls, torch's and transformers' stand-in, are megafx.grouped_mm.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ Before:  %1 = transition(%0, I, S1, ..., size=1)   # [b s 768] S1@tp, a graph on
 After:   %1 = transition(%0, I, S1, ..., size=2)   # [b ceil(s/2) 768]
          %2 = reshape(%1, [b, (s+1)//2, 12, 64])
 Legal because: every op's strategy is a row of its sharding rule, so applying the op to the shards gives the shard of the
-result. Ops that need more than that (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that must draw its slice
-of one mask) are rewritten, by rewrites.py and the facts of megafx's own ops. Every value's shape is checked
-against its placement.
+result. Ops that need more than that (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that must draw its slice of
+one mask) are rewritten, by rewrites.py and the facts of megafx's own ops. Every value's shape is checked against its placement.
 
 Padding: if t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite. A reduction
 over a padded dim masks them first (a sum of losses: by labels that are ignored), which also keeps their gradients zero; ops

@@ -112,9 +112,8 @@ class _TransitionEmitter:
         layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]
         graph = self.program.graph
         args = (source, src.tag, dst.tag, *layouts, self.plan.axis, 1)
-        top = (
-            value.op == "placeholder"
-        )  # behind the sizes there; others behind the value and what was already made of it
+        # behind the sizes there; others behind the value and what was already made of it
+        top = value.op == "placeholder"
         with graph.inserting_before(self.sizes.anchor) if top else graph.inserting_after(self._last.get(value, value)):
             node = graph.call_function(torch.ops.megafx.transition.default, args)
         inherit(node, value, NAME)

@@ -370,9 +370,8 @@ class Typer:
         """The value at another placement."""
         if (node, dst) not in self.moved:
             where = node.next
-            while (
-                where.op == "placeholder"
-            ):  # an op among the inputs would come before those that it may take a size of
+            # an op among the inputs would come before those that it may take a size of
+            while where.op == "placeholder":
                 where = where.next
             build = Builder(self.program, where, node, NAME)
             ends: Any = (src.tag, dst.tag, [], [], self.policy.axis, self.ranks)

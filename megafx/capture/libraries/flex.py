@@ -247,9 +247,8 @@ def _results(out: Tensor, lse: Tensor, largest: Tensor, return_lse: bool, return
 def _attention(q: Tensor, k: Tensor, v: Tensor, score: _Score, mask: Tensor | None) -> Tensor:
     if score.hidden is not None:
         mask = ~score.hidden if mask is None else mask & ~score.hidden
-    bias = (
-        score.bias if isinstance(score.bias, Tensor) else None
-    )  # a number that is added to all scores changes no weight
+    # a number that is added to all scores changes no weight
+    bias = score.bias if isinstance(score.bias, Tensor) else None
     grouped = q.shape[1] != k.shape[1]
     if bias is not None:
         for _ in range(4 - bias.dim()):

@@ -86,9 +86,8 @@ def _attention(
         out = _attention(q, k, v, mask, key_mask, None, None, seed, *shown)
         seen = seen_rows(padding, q.shape[2], window)
         return torch.ops.megafx.attention_rows(out, q, k, v, seen, scale, hidden)
-    cut = rest[7] == 2 and (
-        causal or window
-    )  # some of the queries, whose places in the sequence the library does not know
+    # some of the queries, whose places in the sequence the library does not know
+    cut = rest[7] == 2 and (causal or window)
     if mask is None and segments is None and sink is None and not (window or softcap or p or cut):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)

@@ -101,9 +101,7 @@ def _query_gradient(
     h = bh % H
     kv = h // G
     qi = q0 + tl.arange(0, BM)
-    qp, head, batch, k0, k1, below = coordinates(
-        SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
-    )  # fmt: skip
+    qp, head, batch, k0, k1, below = coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP)
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
     keys_at = b.to(tl.int64) * keys_b
     ids_at = b.to(tl.int64) * ids_b
@@ -119,9 +117,7 @@ def _query_gradient(
     first, whole, last = key_range(q0, T, window, BOUNDS, BM, BN, CAUSAL, WINDOW)
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
-        rest, lo, whole, last = keys_of_segments(
-            first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN
-        )  # fmt: skip
+        rest, lo, whole, last = keys_of_segments(first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN)
         gap = whole - lo
     dq = tl.zeros([BM, EP], tl.float32)
     dq = _query_tiles(

@@ -52,9 +52,7 @@ def _mask_gradient(
         h = mask % mask_heads + i % heads
         bh = b * H + h
         kv = h // G
-        qp, head, batch, k0, k1, below = coordinates(
-            SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
-        )  # fmt: skip
+        qp, head, batch, k0, k1, below = coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP)
         mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
         at = bh.to(tl.int64) * S + qi
         lse = tl.load(LSE + at, mask=qi < S, other=float("inf")) * LOG2E

@@ -135,10 +135,7 @@ def score_tile(
 
 
 @triton.jit
-def key_range(
-    q0, T, window, BOUNDS,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def key_range(q0, T, window, BOUNDS, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """-> (first, whole, last): keys [first, whole) are all visible and inside, [whole, last) are to be compared.
     BOUNDS: what attention_bounds.key_bounds says of some of the queries; None: they are all of the sequence."""
     last = T
@@ -228,9 +225,7 @@ def _forward(
     h = bh % H
     kv = h // G
     qi = q0 + tl.arange(0, BM)
-    qp, head, batch, k0, k1, below = coordinates(
-        SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
-    )  # fmt: skip
+    qp, head, batch, k0, k1, below = coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP)
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
     keys_at = b.to(tl.int64) * keys_b
     ids_at = b.to(tl.int64) * ids_b
@@ -244,9 +239,7 @@ def _forward(
     first, whole, last = key_range(q0, T, window, BOUNDS, BM, BN, CAUSAL, WINDOW)
     lo, rest, gap = first, tl.maximum(first, whole), 0
     if SEGMENTS is not None:
-        rest, lo, whole, last = keys_of_segments(
-            first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN
-        )  # fmt: skip
+        rest, lo, whole, last = keys_of_segments(first, whole, last, TILES, b.to(tl.int64) * tiles_b, q0, S, BN)
         gap = whole - lo
     acc, total, high = _forward_tiles(
         acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, None, ids_at, b, kv, qi, qp, lo, whole, lo, 0,

@@ -100,7 +100,7 @@ def _forward_rows(
     near = valid & (key >= from_key) & (key < to_key)
     z, _ = _masked(
         scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN or B < FULL
-    )  # fmt: skip
+    )
     top = tl.max(z, 1)[:, None]
     e = exp(z - top)
     total = tl.sum(e, 1)[:, None]
@@ -166,7 +166,7 @@ def _backward_rows(
     if DROP:
         z, seen = _masked(
             saved, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN or B < FULL
-        )  # fmt: skip
+        )
         top = tl.load(stats + row * 2)  # a row that is not valid is the last one again
         total = tl.load(stats + row * 2 + 1)
         p = exp(z - top) * (1.0 / total)

@@ -89,9 +89,7 @@ def _rotate(
         x_row = x + row * x_head
         out_row = out + row * out_head
         a, b = _pairs(x_row, row < heads, half, INTERLEAVED, HALF)
-        _turn(
-            a, b, x_row, out_row, row < heads, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, HALF, REST
-        )  # fmt: skip
+        _turn(a, b, x_row, out_row, row < heads, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, HALF, REST)
 
 
 @triton.jit
@@ -137,11 +135,9 @@ def _rope(
     elif TWO and tl.program_id(1) == 1:
         _rotate(
             k_at, ko_at, k_heads, k2, ko2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, K_HEADS, HALF, REST
-        )  # fmt: skip
+        )
     else:
-        _rotate(
-            q_at, o_at, q_heads, q2, qo2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, Q_HEADS, HALF, REST
-        )  # fmt: skip
+        _rotate(q_at, o_at, q_heads, q2, qo2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, Q_HEADS, HALF, REST)
 
 
 def _ones(x: Tensor, dims: int) -> Tensor:

@@ -155,9 +155,8 @@ def foresee(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> dict[Any, For
                     run(*args)
             except _Unknown:
                 continue
-            except (
-                Exception
-            ) as error:  # such as: it reads values. The call will do what it does; if it fails, it says why
+            # such as: it reads values. The call will do what it does; if it fails, it says why
+            except Exception as error:
                 logger.debug("kernels of %s are compiled when they are launched: %s", node, error)
         found = {x.key: x for x in launches} | found
     return found

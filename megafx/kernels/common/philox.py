@@ -11,9 +11,8 @@ One Philox call serves 8 elements. A draw depends on nothing but (seed, op_id, i
 the one-process mask. Philox is Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): the
 round function and the constants. Seven rounds pass the statistical tests of tests/kernels/test_dropout.py.
 
-32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words
-that are the same for all elements (op id, high half of the index) stay Python integers: most of the first two rounds is
-saved.
+32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words that are
+the same for all elements (op id, high half of the index) stay Python integers: most of the first two rounds is saved.
 """
 
 from __future__ import annotations

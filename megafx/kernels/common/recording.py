@@ -200,9 +200,8 @@ class Recording:
     ) -> None:
         self.steps, self.results, self.alone, self.device = steps, results, alone, device
         makers = [i for i, s in enumerate(steps) if isinstance(s, Make) or (isinstance(s, Call) and s.makes)]
-        self.maker = [
-            None if n is None or n < operands else makers[n - operands] for n in results
-        ]  # step of each result
+        # step of each result
+        self.maker = [None if n is None or n < operands else makers[n - operands] for n in results]
 
     def play(self, tensors: list[Tensor], place: tuple[int, Tensor] | None = None) -> Any:
         """place: a result, by number, and memory that `fits` it: the result is made there."""

@@ -6,11 +6,10 @@ axis that is named last. `Replay` runs it as it is at the first call of a form, 
 repeats the recording: allocations, and compiled kernels started with new addresses. That leaves out the launcher's Python
 and Triton's dispatch, which are most of the host time of a call (benchmarks/host_overhead.py --kernels).
 
-Forms are finer than Triton's specialisation (dtypes, starts and numbers that 16 divides, numbers equal to 1, 64-bit
-numbers): calls of one form start the same compiled kernel. What a recording cannot hold (an operator that is not in
-recording.CALLS, results that are views of other memory, anything that reads a value) is not recorded, and runs as it is each
-time. So do calls under a torch dispatch mode, with tensor subclasses, with hooks on Triton's launches, or in Triton's
-interpreter.
+Forms are finer than Triton's specialisation (dtypes, starts and numbers that 16 divides, numbers equal to 1, 64-bit numbers):
+calls of one form start the same compiled kernel. What a recording cannot hold (an operator that is not in recording.CALLS,
+results that are views of other memory, anything that reads a value) is not recorded, and runs as it is each time. So do calls
+under a torch dispatch mode, with tensor subclasses, with hooks on Triton's launches, or in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -172,9 +172,8 @@ def grids_of(runs: Sequence[Run], H: int) -> list[Grid]:
     """H: last dim of the local tensor."""
     made = []
     for run in runs:
-        if (
-            run.length % H
-        ):  # a layout that repeats cuts each row several times: a run for each, which starts in one column
+        # a layout that repeats cuts each row several times: a run for each, which starts in one column
+        if run.length % H:
             times = H // run.local_stride if run.local_stride < H else 1
             rows, length, local, local_stride, start, stride = run
             for i in range(times):

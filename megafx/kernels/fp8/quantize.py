@@ -88,9 +88,8 @@ amax = define_op(
 
 def scales(largest: Tensor, format: str, power_of_two: bool) -> Tensor:
     """amax -> s, elementwise."""
-    s = torch.where(largest < LEAST, LEAST, largest) / torch.full_like(
-        largest, TOP[format]
-    )  # by a number, CUDA multiplies
+    # by a number, CUDA multiplies
+    s = torch.where(largest < LEAST, LEAST, largest) / torch.full_like(largest, TOP[format])
     if power_of_two:
         mantissa, exponent = torch.frexp(s)  # in [0.5, 1)
         above = torch.ldexp(torch.ones_like(s), torch.where(mantissa == 0.5, exponent - 1, exponent))

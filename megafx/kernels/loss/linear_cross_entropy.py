@@ -3,13 +3,12 @@
     logits = x W^T + b          x [T, K], weight [V, K], bias [V] or none, target [T]
     loss = sum_t cross_entropy(logits_t, target_t)          cross_entropy.py: ignore_index, label smoothing; fp32, 0-d
 
-Tokens go in chunks: a chunk's logits are made, become its loss and then, in place, the gradient of that, which goes into
-dx and dweight before the next chunk. So forward computes the gradients too, for an upstream gradient of 1, and backward
-scales them (in fp32, rounded once more): three products in all, as without chunks. Its form `_fp32` gives the weight's gradient
-in fp32. There is never more than a chunk of
-logits (logits_chunks.py): CHUNK_BYTES, but no less than an eighth of the tokens, so that the weight's gradient, summed over
-chunks in its own dtype, is rounded 8 times at most. Without gradients (evaluation) forward makes the loss alone. Saved: the
-gradients of x, weight and bias.
+Tokens go in chunks: a chunk's logits are made, become its loss and then, in place, the gradient of that, which goes into dx and
+dweight before the next chunk. So forward computes the gradients too, for an upstream gradient of 1, and backward scales them
+(in fp32, rounded once more): three products in all, as without chunks. Its form `_fp32` gives the weight's gradient in fp32.
+There is never more than a chunk of logits (logits_chunks.py): CHUNK_BYTES, but no less than an eighth of the tokens, so that
+the weight's gradient, summed over chunks in its own dtype, is rounded 8 times at most. Without gradients (evaluation) forward
+makes the loss alone. Saved: the gradients of x, weight and bias.
 
 For whole vocabularies, on one rank's tokens; vocab_linear_cross_entropy.py is for sharded ones.
 Source of the idea: Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, 2410.10989), which chunks more finely.

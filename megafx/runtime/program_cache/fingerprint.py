@@ -122,9 +122,8 @@ class Fingerprint:
             package = package or _is_of_package(function)
             given = [] if package else [self.plain(function.__defaults__), self.plain(function.__kwdefaults__)]
             wrapped = getattr(function, "__wrapped__", None)
-            form = (
-                self if wrapped is None else self.plain
-            )  # what the innermost function reads of its variables has guards
+            # what the innermost function reads of its variables has guards
+            form = self if wrapped is None else self.plain
             cells = [] if package else [form(value) for value in _variables(function)]
             return [*name, *given, cells, *([] if wrapped is None else [self._wrapped(wrapped, package)])]
         finally:
