@@ -10,6 +10,11 @@ To learn the sizes of its results, code that stays eager is run. It may need cer
 add up to the whole). Where these follow from the inputs of the call alone, without parameters, they are computed from the trace
 so far, and floating tensors are made up around them. So the code is run on the call itself, and on variants of it: the batch
 twice, and with other lengths of the sequence. A variant on which the code fails is left out.
+
+The same computes values of tensors that follow from constants and sizes alone (`by_values`), which depend on no data:
+`torch.tensor([x.shape[-1] for x in crops]).cumsum(0)`. Where code asks for a number of such a tensor, or what torch makes of it
+has sizes that its values decide, that is computed while the model is traced. If it follows from sizes of the call, the graph is
+for these sizes alone; a number that the graph can read itself (`.item()`, `.tolist()`) is then left to it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
+import operator
 import threading
 import types
 import weakref
@@ -28,12 +34,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.conversions import original
 from megafx.errors import CaptureError, SourceLine
+from megafx.ir.nodes import storage_of, writes
 from megafx.ir.program import VAL
 from megafx.ir.source_lines import frames_of, is_user_file
 from megafx.meanwhile import meanwhile
@@ -326,3 +334,92 @@ def _variants(leaves: Sequence[Tensor], dims: Sequence[Mapping[int, str]]) -> It
                         leaf = change(leaf, d)
                 made.append(leaf)
             yield made
+
+
+# -- values that follow from constants and sizes
+
+_NUMBERS = ("__index__", "__int__", "__float__", "__bool__", "item", "tolist")
+_SIZED_BY_VALUES = ("unique", "unique_consecutive", "nonzero")
+_READ_BY_A_GRAPH = ("item", "tolist", "__int__", "__float__", "nonzero")
+_MOST = 1 << 16  # elements of a tensor that a trace computes
+_ANY_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty")
+_DETACH = torch.ops.aten.detach_.default  # torch.tensor's
+_MADE_HERE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+class _Constants(Values):
+    """Values of nodes that depend on no input. by_size: the sizes of the call that they depend on."""
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__((), ())
+        self.tracer, self.by_size = tracer, list[Any]()
+
+    def of(self, tensor: Tensor) -> Any:
+        node = self._node_of(tensor)
+        behind, todo = {node: None}, [node]
+        while todo:
+            for each in (todo.pop(),):
+                if not _follows(each):
+                    raise _Unknown
+                new = [] if isinstance(each.meta.get(VAL), SymTypes) else each.all_input_nodes
+                todo += [x for x in new if x not in behind]
+                behind |= dict.fromkeys(new)
+        held = {storage_of(x) for x in behind}
+        written = (x for x in self.tracer.graph.nodes if writes(x) and x.target is not _DETACH)
+        if any(not held.isdisjoint(map(storage_of, x.all_input_nodes)) for x in written):
+            raise _Unknown
+        return self._value(node)
+
+    def _computed(self, node: fx.Node) -> Any:
+        size = node.meta.get(VAL)
+        if isinstance(size, SymTypes):
+            self.by_size.append(size)
+            return size.node.hint
+        return super()._computed(node)
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether the values of a node follow from those of its operands, or from the sizes of the call."""
+    value, target = node.meta.get(VAL), node.target
+    if isinstance(value, SymTypes):
+        return value.node.has_hint()
+    if node.op == "get_attr":
+        return bool(node.users) and all(user.target in _MADE_HERE for user in node.users)
+    if node.op != "call_function" or target is operator.getitem:
+        return node.op == "call_function"
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    if writes(node) and target is not _DETACH:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.name.partition("::")[2] in _ANY_MEMORY:
+        return False
+    return all(isinstance(x, Tensor) and _count(x) <= _MOST for x in pytree.tree_leaves(value))
+
+
+def _count(x: Tensor) -> int:
+    count: Any = x.numel()
+    return int(count.node.hint or 0) if isinstance(count, torch.SymInt) else int(count)
+
+
+def by_values(name: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch, or a method of this name, gives for a tensor whose values are known; None for others."""
+    mode = get_proxy_mode()
+    x = args[0] if args and name in (*_NUMBERS, *_SIZED_BY_VALUES) else None
+    if not isinstance(x, FakeTensor) or mode is None or x.requires_grad or x.device.type == "meta":
+        return None
+    constants = _Constants(mode.tracer)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            real = constants.of(x)
+            found = function(real, *args[1:], **kwargs)
+        except (_Unknown, RuntimeError, ValueError, IndexError):
+            return None
+    if constants.by_size and name in _READ_BY_A_GRAPH:
+        return None
+    for size in constants.by_size:
+        bool(size == size.node.hint)  # a condition under which the graph serves a call
+    return pytree.tree_map_only(Tensor, _made_here, found)
+
+
+def _made_here(x: Tensor) -> Tensor:
+    return torch.tensor(x.tolist(), dtype=x.dtype, device=x.device).reshape(x.shape)

@@ -29,12 +29,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
+from megafx.capture.asked import Asked
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.eager_parts import CallValues
 from megafx.capture.errors import refuse_quantised, refuse_scripted, translate, unsupported_leaf
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
-from megafx.capture.layouts import Layouts
 from megafx.capture.libraries.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.libraries.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
@@ -430,7 +430,7 @@ class _Capture:
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.unhooked = unhooked
         real = {n: x for n, x in self.leaves if type(x) is torch.Tensor}
-        self.trace.reads.layouts = Layouts(real)
+        self.trace.reads.asked = Asked(real)
         order = self.root.order
         self.trace.reads.clock = lambda: order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
@@ -542,8 +542,8 @@ class _Capture:
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         names = self._name_symbols(program, values, sizes, fixed)
-        asked = self.trace.reads.layouts.asked
-        leaves = tuple(replace(_leaf(n, x, values.get(n)), contiguous=asked.get(n)) for n, x in self.leaves)
+        asked = {name: tuple(answers.items()) for name, answers in self.trace.reads.asked.asked.items()}
+        leaves = tuple(replace(_leaf(n, x, values.get(n)), asked=asked.get(n, ())) for n, x in self.leaves)
         batch = program.sizes.symbols.get("batch")
         program.call = CallSpec(
             self.in_spec,

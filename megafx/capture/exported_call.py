@@ -64,7 +64,7 @@ class ExportedCall(nn.Module):
             args, kwargs = caches.revive((args, kwargs))
             given = [*_containers((args, kwargs))]
             assert self.trace is not None
-            self.trace.reads.layouts.begin(tensors)
+            self.trace.reads.asked.begin(tensors)
             self.trace.memos.given = {id(x): name in self.numbers for name, x in tensors.items()}
             if self.values is not None:
                 self.values.begin([*tensors.values()])

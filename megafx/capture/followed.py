@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from megafx.capture.eager_parts import by_values
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers, made_of_counted, scaled
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.memos import Memos
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, Writes, watched
+from megafx.errors import CaptureError
 from megafx.ir.holders import Remembered
 from megafx.ir.python_state import (
     NUMBERS,
@@ -37,7 +40,7 @@ from megafx.ir.python_state import (
     snapshot,
     whole,
 )
-from megafx.ir.source_lines import is_user_file
+from megafx.ir.source_lines import current_user_line, is_user_file
 from megafx.ops.eager_call import matching
 
 
@@ -157,17 +160,60 @@ def _in_tuples(place: Place, value: Any) -> tuple[Place, Any]:
     return place, value
 
 
-class _OutsideWrites(TorchFunctionMode):
-    """Calls written(x) before code writes in place into a tensor x that is not of the trace."""
+class _Freezing:
+    """Parameters that forward freezes for a part of itself: `self.critic.requires_grad_(False)`, and True again after it.
 
-    def __init__(self, written: Callable[[Tensor], None]) -> None:
+    A graph differentiates with respect to a parameter, not to its uses. So what uses a frozen one meanwhile is given it
+    detached. changed(): is called before a change.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+        self.frozen: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def sees(self, function: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with which a function of torch is to be called."""
+        setter = name == "__set__" and getattr(function, "__self__", None) is Tensor.requires_grad
+        if (name == "requires_grad_" or setter) and isinstance(args[0], nn.Parameter):
+            self._set(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+        elif self.frozen and name not in ("__get__", "size", "dim"):
+            given = lambda x: self.frozen[id(x)][1] if id(x) in self.frozen else x  # noqa: E731
+            args, kwargs = pytree.tree_map_only(nn.Parameter, given, (tuple(args), kwargs))
+        return args, kwargs
+
+    def _set(self, parameter: nn.Parameter, wanted: bool) -> None:
+        if not isinstance(parameter, FakeTensor) or parameter.requires_grad == wanted:
+            return
+        self.changed()
+        if not wanted:
+            self.frozen[id(parameter)] = parameter, parameter.detach()
+        elif self.frozen.pop(id(parameter), None) is None:
+            raise CaptureError(
+                "forward lets a parameter require a gradient that does not when the model is called",
+                source=current_user_line(),
+                fix="call requires_grad_(True) before the call of the model, and let forward freeze it where it is not trained",
+            )
+
+    def finish(self) -> None:
+        if self.frozen:
+            raise CaptureError(
+                "forward freezes parameters (requires_grad_(False)) that are still frozen when it returns",
+                fix="freeze them between calls of the model; or call requires_grad_(True) before forward returns",
+            )
+
+
+class _OutsideWrites(TorchFunctionMode):
+    """Calls written(x) before code writes in place into a tensor x that is not of the trace. Gives what is known of values."""
+
+    def __init__(self, written: Callable[[Tensor], None], freezing: _Freezing) -> None:
         super().__init__()
-        self.written = written
+        self.written, self.freezing = written, freezing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], _as_numbers(args[1], args[0].shape, name == "__setitem__"), *args[2:])
+        args, kwargs = self.freezing.sees(func, name, args, kwargs or {})
         for each in (*args, *(kwargs or {}).values()):
             if isinstance(each, GrowingList):  # torch reads lists past what their class overrides
                 iter(each)
@@ -175,6 +221,8 @@ class _OutsideWrites(TorchFunctionMode):
             args, kwargs = scaled(name, args, kwargs)
         if (made := made_of_counted(name, args, kwargs or {})) is not None:
             return made
+        if (known := by_values(name, func, args, kwargs or {})) is not None:
+            return known
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
         statistics = _running_statistics(*args, **(kwargs or {})) if name == "batch_norm" else []
         for x in statistics or [target]:
@@ -303,13 +351,15 @@ class Trace:
             for place, fqn in followed.parameters.values():
                 mutable, value = _in_tuples(place, self.reads.model.get_parameter(fqn))
                 put(mutable, value)
+            freezing = _Freezing(self._learn_freezing)
             entering = {id(state[name]): place for name, place in followed.inputs.items()}
             with (
                 self.reads.recording(self._start),
-                _OutsideWrites(self._learn_write),
+                _OutsideWrites(self._learn_write, freezing),
                 self.memos.running(self.reads.model, entering),
             ):
                 yield
+            freezing.finish()
             self.finished = True
             for one in self.watched.values():
                 one.on = False
@@ -361,6 +411,11 @@ class Trace:
                 continue
             self.learned = True
         if self.learned and self.reads.on:
+            raise TraceAgain
+
+    def _learn_freezing(self) -> None:
+        if self.layers is not None:
+            self.followed.layer_by_layer = True
             raise TraceAgain
 
     def _learn_write(self, written: Tensor) -> None:

@@ -20,14 +20,16 @@ import functools
 import inspect
 import types
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all
 
 from megafx.capture.reads import LIBRARIES, Reads
 from megafx.errors import SourceLine
-from megafx.ir.python_state import ABSENT
+from megafx.ir.python_state import ABSENT, Place
 from megafx.ir.source_lines import is_user_file
 
 # fmt: off
@@ -85,6 +87,23 @@ def stores_of(hook: Any, module: nn.Module) -> Stores:
     found = Stores()
     _Follow(found, set()).call(_Known(hook), [_Known(module)], 0)
     return found
+
+
+def places_written_by(code: Iterable[Any]) -> list[Place]:
+    """Where functions, and modules with the hooks in them, may store something outside of the modules' own attributes."""
+    found = Stores()
+    follow = _Follow(found, set())
+    for each in code:
+        for module in each.modules() if isinstance(each, nn.Module) else ():
+            own = [getattr(module, name) for name in ("_forward_pre_hooks", "_forward_hooks")]
+            hooks = [
+                h for t in (*own, of_all._global_forward_pre_hooks, of_all._global_forward_hooks) for h in t.values()
+            ]
+            for hook in hooks:
+                follow.call(_Known(hook), [_Known(module)], 0)
+        follow.call(_Known(each), [], 0)
+    places = [Place(h, k, name) if k != ANY_NAME else Place([h], 0, name) for h, k, name in found.places]
+    return places + [Place([container], 0, "") for container in found.containers]
 
 
 def function_of(hook: Any) -> types.FunctionType | None:

@@ -64,6 +64,7 @@ from megafx.capture.functions import (
     classes_bound_early,
     op_by_op,
 )
+from megafx.capture.hook_stores import places_written_by
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.libraries.flex import as_written, flex_replacements
 from megafx.capture.libraries.huggingface import CachesLeftOut, attention_replacements, is_hf_model, no_cache
@@ -76,7 +77,7 @@ from megafx.capture.traced_nodes import made_where_it_was, with_user_line
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
-from megafx.ir.python_state import content_of, put_back
+from megafx.ir.python_state import content_of, put_back, unchanged
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
@@ -304,7 +305,7 @@ def replacements(
     table += [Replacement(names, own, functools.partial(_of_the_call, name), why) for names, own, name in named]
     table += [Replacement(torch.backends.ContextProp, "__get__", _flag_of_the_call, why)]
     table += [Replacement(Tensor, "is_inference", _no_inference_tensors, why)]
-    table += [Replacement(*line) for line in reads.layouts.replacements()]
+    table += [Replacement(*line) for line in reads.asked.replacements()]
 
     why = "hooks run in each call: a call of them is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
@@ -583,10 +584,12 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            table = replacements(
-                model, note, left, draws, reads, hooks, left_functions(functions, probes), converting, layers
+            alone = left_functions(functions, probes)
+            table = replacements(model, note, left, draws, reads, hooks, alone, converting, layers)
+            written = places_written_by(
+                [*(each.module for each in left), *(f for each in alone for f in each.functions())]
             )
-            with replaced(table), as_written(), following(draws if dropping else None):
+            with unchanged(written), replaced(table), as_written(), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafx.capture.asked import Asked
 from megafx.capture.code_names import OF_ENVIRON, chains, codes, computes, from_getattr, is_looked_at, names_of
-from megafx.capture.layouts import Layouts
 from megafx.capture.memos import MEMO, Memos, memo_of
 from megafx.capture.messages import Warned
 from megafx.errors import CaptureError, SourceLine
@@ -108,7 +108,7 @@ class Reads:
         self.left: Callable[[], dict[str, Any]] = dict  # what forward has written so far (followed.py)
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.warned: list[Warned] = []
-        self.layouts = Layouts()
+        self.asked = Asked()
         self.unhooked: Collection[nn.Module] = ()  # modules whose own hooks the caller runs
         self.memos: Memos | None = None  # calls of functions with functools.lru_cache
         self.hidden: list[Any] = []  # those that code finds at a place where nothing can be put

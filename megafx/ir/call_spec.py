@@ -23,7 +23,8 @@ from megafx.ir.python_state import PythonState, names, same
 class Leaf:
     """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
 
-    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. contiguous: the answer when forward asked.
+    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. asked: (question in `ANSWERS`, answer) of what
+    forward asked.
     """
 
     name: str
@@ -32,7 +33,15 @@ class Leaf:
     dims: tuple[sympy.Expr, ...] = ()
     scalar: bool = False
     value: Any = None
-    contiguous: bool | None = None
+    asked: tuple[tuple[str, Any], ...] = ()
+
+
+# What code may ask of a tensor, beside its shape and dtype.
+ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "is_contiguous": lambda x: x.is_contiguous(),
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: None if x.grad_fn is None else type(x.grad_fn).__name__,
+}
 
 
 # What Python computes of numbers, by name.
@@ -275,10 +284,9 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
         return f"{leaf.name} is {value.dtype}, captured as {leaf.dtype}"
     if value.dim() != len(leaf.dims):
         return f"{leaf.name} has {value.dim()} dims, captured with {len(leaf.dims)}"
-    if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
-        return (
-            f"{leaf.name} is {'contiguous' if value.is_contiguous() else 'not contiguous'}, and forward asks for that"
-        )
+    for question, answer in leaf.asked:
+        if (now := ANSWERS[question](value)) != answer:
+            return f"forward asks for {question} of {leaf.name}: {now!r}, captured as {answer!r}"
     for dim, (want, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
         if isinstance(want, sympy.Symbol):
             want = bound[want]

@@ -6,7 +6,8 @@ dropped with it.
 
 Code may also keep what it got (a hook that records activations), and the user may compute a loss with that. So the tensors
 that it gets hang on the call: `anchor` is a tensor whose gradient function runs the backward graph. Autograd runs that function
-last, and what has come back to the tensors by then is added to their gradients.
+last, and what has come back to the tensors by then is added to their gradients. A tape is cut where such a hook sees a value
+inside of the code: what the hook keeps hangs on the call alone, and the code goes on from a leaf.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from megafx.errors import UsageError
@@ -40,6 +42,10 @@ class Returned:
         self.gradients: list[Tensor | None] = [None] * count
         self.inside = False
 
+    def add(self) -> int:
+        self.gradients.append(None)
+        return len(self.gradients) - 1
+
     def take(self) -> list[Tensor | None]:
         found, self.gradients = self.gradients, [None] * len(self.gradients)
         return found
@@ -47,11 +53,13 @@ class Returned:
 
 @dataclass
 class Tape:
-    """leaves: of the tensors that code was given. results: what it returned, differentiable."""
+    """leaves: of the tensors that code was given, then those of `cuts`: values in it that hooks see, in order. results: what it
+    returned, differentiable."""
 
     leaves: list[Tensor]
     results: list[Tensor]
     returned: Returned
+    cuts: list[Tensor]
 
 
 @dataclass
@@ -159,13 +167,15 @@ def record(
     returned = Returned(len(tensors))
     differentiated = any(wanted)
     versions = [x._version for x in tensors if not x.is_inference()]
+    cuts: list[Tensor] = []
     with autograd_on() if differentiated else torch.no_grad():
         leaves = [x.detach().requires_grad_(needs) for x, needs in zip(tensors, wanted, strict=True)]
         given = [
             _Given.apply(returned, i, run.anchor, x, copy) if x.requires_grad else x.clone() if copy else x
             for i, x in enumerate(leaves)
         ]
-        output = code(given)
+        with _cutting(leaves, cuts, returned, run.anchor) if differentiated and not copy else contextlib.nullcontext():
+            output = code(given)
     if versions != [x._version for x in tensors if not x.is_inference()]:
         raise UsageError(
             "a module that is left eager writes into one of its inputs",
@@ -176,7 +186,7 @@ def record(
     results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     if not differentiated:
         return output, results, torch.tensor(-1)
-    if any(id(x) in run.own for x in _outside(results, leaves)):
+    if any(id(x) in run.own for x in _outside([*results, *cuts], leaves)):
         raise UsageError(
             "a hook, or a module that stays eager, computes with a parameter of the model that it is not given",
             module=fqn,
@@ -184,7 +194,7 @@ def record(
             "pass it to a module as an argument; or use parameter.detach(), where it needs no gradient",
         )
     number = next(_numbers)
-    _tapes[number] = Tape(leaves, results, returned)
+    _tapes[number] = Tape(leaves, results, returned, cuts)
     run.returned.append(returned)
     memory = array.array("q", [number])
     weakref.finalize(memory, _tapes.pop, number, None)
@@ -208,36 +218,80 @@ def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted
     if tape is None:
         return [None] * len(wanted)
     pairs = [(tape.results[i], g) for i, g in zip(of, grads, strict=True) if tape.results[i].requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
-    if pairs:
-        results = [r for r, _ in pairs]
-        into = [tape.leaves[i] for i in wanted if tape.leaves[i].requires_grad]
-        keep = torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
-        for leaf in tape.leaves:
-            leaf.grad = None
-        tape.returned.inside = True
-        try:
-            with autograd_on():
-                inputs = [*into, *_outside(results, tape.leaves)]
-                if inputs:
-                    torch.autograd.backward(results, [g for _, g in pairs], retain_graph=keep, inputs=inputs)
-        except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            raise UsageError(
-                "what a hook, or a module that stays eager, returns was used in another loss too, whose backward has freed it",
-                fix="call backward(retain_graph=True), or compute that loss from a value that is not returned",
-            ) from error
-        finally:
-            tape.returned.inside = False
-        found = [tape.leaves[i].grad for i in wanted]
-        for leaf in tape.leaves:
-            leaf.grad = None
     more = tape.returned.take()
-    for k, i in enumerate(wanted):
-        extra, before = more[i], found[k]
-        found[k] = before if extra is None else extra if before is None else before + extra
+    given = len(tape.leaves) - len(tape.cuts)
+    into = [tape.leaves[i] for i in wanted if tape.leaves[i].requires_grad] + tape.leaves[given:]
+    inputs = [*into, *_outside([*(r for r, _ in pairs), *tape.cuts], tape.leaves)]
+    keep = torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+
+    def gradient(i: int) -> Tensor | None:
+        extra, found = more[i], tape.leaves[i].grad
+        return found if extra is None else extra if found is None else found + extra
+
+    for leaf in tape.leaves:
+        leaf.grad = None
+    tape.returned.inside = True
+    try:
+        with autograd_on():
+            if pairs and inputs:
+                results = [r for r, _ in pairs]
+                retain = keep or bool(tape.cuts)
+                torch.autograd.backward(results, [g for _, g in pairs], retain_graph=retain, inputs=inputs)
+            for i, cut in reversed([*enumerate(tape.cuts, given)]):
+                if (of_cut := gradient(i)) is not None:
+                    torch.autograd.backward(cut, of_cut, retain_graph=keep or i > given, inputs=inputs)
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise UsageError(
+            "a loss depends on a value that a hook, or a module that stays eager, has kept beside what it returned: backward "
+            "of the one has freed what the other needs",
+            fix="call backward(retain_graph=True), or return the value from the model's forward",
+        ) from error
+    finally:
+        tape.returned.inside = False
+    found = [gradient(i) for i in wanted]
+    for leaf in tape.leaves:
+        leaf.grad = None
     return found
+
+
+@contextlib.contextmanager
+def _cutting(leaves: list[Tensor], cuts: list[Tensor], returned: Returned, anchor: Tensor | None) -> Iterator[None]:
+    """Within, what forward hooks of modules see is cut, and noted."""
+    thread = threading.get_ident()
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, tuple) and type(x) is tuple:
+            return tuple(map(cut, x))
+        if not isinstance(x, Tensor) or not x.requires_grad or isinstance(x.grad_fn, _Given._backward_cls):
+            return x
+        cuts.append(x)
+        leaves.append(x.detach().requires_grad_())
+        return _Given.apply(returned, returned.add(), anchor, leaves[-1], False)
+
+    def seen(hooks: str, module: nn.Module, values: Any) -> Any:
+        others = getattr(torch_module, f"_global{hooks}")
+        if (
+            threading.get_ident() != thread
+            or not torch.is_grad_enabled()
+            or len(others) + len(getattr(module, hooks)) < 2
+        ):
+            return None
+        return cut(values)
+
+    handles = [
+        torch_module.register_module_forward_pre_hook(lambda module, args: seen("_forward_pre_hooks", module, args)),
+        torch_module.register_module_forward_hook(lambda module, _, output: seen("_forward_hooks", module, output)),
+    ]
+    tables = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    for table, handle in zip(tables, handles, strict=True):
+        table.move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _outside(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

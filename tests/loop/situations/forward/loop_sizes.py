@@ -199,3 +199,57 @@ class Grid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shuffle(self.up(x).view(1, 4, 5, 3).tanh()).square().mean()
+
+
+class Crops(nn.Module):
+    """DINO's MultiCropWrapper: the backbone over crops of the same size at once, the head over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(1, 9), nn.Tanh()), nn.Linear(9, 7)
+
+    def forward(self, crops: list[Tensor]) -> Tensor:
+        sizes = torch.tensor([crop.shape[-1] for crop in crops])
+        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+        start, output = 0, torch.empty(0).to(crops[0].device)
+        for end in ends:
+            output = torch.cat((output, self.backbone(torch.cat(crops[start:end])[..., None]).mean(1)))
+            start = end
+        return self.head(output)
+
+
+@situation("https://github.com/facebookresearch/dino/blob/main/utils.py")
+def crops_of_several_sizes_are_batched_by_size(loop: Loop) -> None:
+    """A student sees all crops, its teacher, which follows it, the large ones."""
+    model, copied = Crops(), Crops()
+    copied.load_state_dict(model.state_dict())
+    student, teacher = loop.model(model), loop.model(copied.requires_grad_(False))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.5)
+    for small in (4, 3, 6):
+        crops = [torch.randn(3, size) for size in (6, 6, small, small, small)]
+        wanted = teacher(crops[:2]).softmax(-1).chunk(2)
+        found = (student(crops) / 0.1).log_softmax(-1).chunk(5)
+        terms = [-(q * p).sum(-1).mean() for i, q in enumerate(wanted) for j, p in enumerate(found) if i != j]
+        loss = torch.stack(terms).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(student)
+        optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(teacher.parameters(), student.parameters(), strict=True):
+                p.data.mul_(0.9).add_(0.1 * q.detach().data)
+    loop.see_state(teacher)
+
+
+@situation(ITEM)
+def numbers_of_tensors_made_of_sizes_and_constants_decide(loop: Loop) -> None:
+    def change(h: Tensor) -> Tensor:
+        for rate in [x.item() for x in torch.linspace(0, 1, 3)]:
+            h = h * (1 + rate) if rate > 0.1 else h
+        h = 2 * h if (torch.arange(h.shape[1]) > 3).any() else h
+        for _ in range(torch.tensor([h.shape[1], 2]).min()):
+            h = h.tanh()
+        return h
+
+    _calls(loop, change, (3, 5), (3, 2), (2, 3), (1, 1))

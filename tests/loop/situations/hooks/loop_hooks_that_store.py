@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from loop import Loop, situation
 from torch import Tensor, nn
+
+from megafx.errors import UsageError
 
 UNET = "https://forums.fast.ai/t/unetblock-hooks-and-the-stored-activations/42612"
 FEATURES = "https://discuss.pytorch.org/t/how-can-i-extract-intermediate-layer-output-from-loaded-cnn-model/77301"
@@ -191,3 +194,77 @@ def hooks_that_are_always_called_after_an_exception(loop: Loop) -> None:
         loop.see_error(lambda: model(torch.randn(3, 6)))
         log.append("call")
     loop.see(log=log)
+
+
+class Decides(nn.Module):
+    """x [rows, 8] -> [rows, 8], by code that stays eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 9), nn.Sequential(nn.Linear(9, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.last = hidden.tanh() if x.sum() > -1e9 else hidden
+        return self.second(self.last)
+
+
+def _recorded_in_eager_code(loop: Loop, record: Callable[[nn.Module, list[Tensor]], None], calls: int = 1) -> None:
+    recorded: list[Tensor] = []
+    module = nn.Sequential(nn.Linear(8, 8), Decides(), nn.Linear(8, 4))
+    record(module[1], recorded)
+    model = loop.model(module)
+    for _ in range(2):
+        x = torch.randn(3, 8, requires_grad=True)
+        outputs = [model(x * (i + 1)) for i in range(calls)]
+        loss = sum(y.square().mean() for y in outputs)
+        loss = loss + sum((i + 1) * r.square().mean() for i, r in enumerate(recorded))
+        loss.backward()
+        loop.see(loss=loss, x=x.grad, count=len(recorded))
+        recorded.clear()
+        loop.see_gradients(model)
+
+
+@situation("https://discuss.pytorch.org/t/extract-features-from-layer-of-submodule-of-a-model/20181")
+def features_of_code_that_decides_are_recorded_for_the_loss(loop: Loop) -> None:
+    """The runs that show the sizes of its results record nothing."""
+
+    def outputs(module: nn.Module, recorded: list[Tensor]) -> None:
+        for each in (module, module.first, module.second, module.second[0]):
+            each.register_forward_hook(lambda module, args, output: recorded.append(output))
+
+    _recorded_in_eager_code(loop, outputs)
+    _recorded_in_eager_code(loop, outputs, calls=2)
+
+
+@situation("https://discuss.pytorch.org/t/extract-features-from-layer-of-submodule-of-a-model/20181")
+def inputs_and_changed_outputs_of_code_that_decides_are_recorded(loop: Loop) -> None:
+    def inputs(module: nn.Module, recorded: list[Tensor]) -> None:
+        for each in (module, module.second, module.second[1]):
+            each.register_forward_pre_hook(lambda module, args: recorded.append(args[0]))
+
+    def changed(module: nn.Module, recorded: list[Tensor]) -> None:
+        def double(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            recorded.append(output)
+            return 2 * output
+
+        module.first.register_forward_hook(double)
+        module.second.register_forward_hook(double)
+
+    _recorded_in_eager_code(loop, inputs)
+    _recorded_in_eager_code(loop, changed)
+
+
+@situation("https://discuss.pytorch.org/t/extract-features-from-layer-of-submodule-of-a-model/20181")
+def what_code_that_decides_keeps_beside_its_result_is_in_the_loss(loop: Loop) -> None:
+    """Refused; the advice is followed."""
+    model = loop.model(nn.Sequential(nn.Linear(8, 8), Decides()))
+    for retain in (False, True):
+        x = torch.randn(3, 8)
+        loss = model(x).square().mean() + model[1].last.square().mean()
+        if not loop.eager and not retain:
+            with pytest.raises(UsageError, match=r"(?s)has kept beside what it returned.*retain_graph=True"):
+                loss.backward()
+        else:
+            loss.backward(retain_graph=True)
+        model.zero_grad() if not retain else loop.see_gradients(model)

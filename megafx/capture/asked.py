@@ -1,0 +1,94 @@
+"""What forward asks of its arguments that a trace does not know: how they lie in memory, and how they were computed.
+
+if not x.is_contiguous():       # answered by the call's own tensor, and a graph serves calls with the same answer alone
+if x.is_leaf:                   # or x.grad_fn is None: the same
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from megafx.capture.code_names import is_looked_at
+from megafx.errors import CaptureError
+from megafx.ir.call_spec import ANSWERS
+from megafx.ir.source_lines import current_user_line
+
+_WHY = "how an argument lies in memory, and how it was computed, is a matter of the call's own tensor"
+
+
+class Asked:
+    """real: the tensors of a call, by name. asked: of those, question (`ANSWERS`) -> the answer that the model's code got."""
+
+    def __init__(self, real: Mapping[str, Tensor] | None = None) -> None:
+        self.real = real or {}
+        self.names: dict[int, str] = {}
+        self.asked: dict[str, dict[str, Any]] = {}
+
+    def begin(self, traced: Mapping[str, Tensor]) -> None:
+        """Of a trace. traced: its inputs."""
+        self.names = {id(x): name for name, x in traced.items() if name in self.real}
+        self.asked.clear()
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[[Any], Any], str]]:
+        """(object, name, old -> new, why)."""
+        yield Tensor, "is_contiguous", self._is_contiguous, _WHY
+        yield Tensor, "stride", self._stride, _WHY
+        yield Tensor, "is_leaf", lambda old: property(self._answering("is_leaf")), _WHY
+        yield Tensor, "grad_fn", lambda old: property(self._answering("grad_fn")), _WHY
+        yield Tensor, "grad", lambda old: property(self._gradient, old.__set__, old.__delete__), _WHY
+
+    def _name(self, x: Tensor, frames: int) -> str | None:
+        """Of an argument of which code of the model asks, that many frames away."""
+        name = self.names.get(id(x))
+        return name if name is not None and is_looked_at(sys._getframe(frames + 1).f_code.co_filename) else None
+
+    def _answer(self, name: str, question: str) -> Any:
+        return self.asked.setdefault(name, {}).setdefault(question, ANSWERS[question](self.real[name]))
+
+    def _answering(self, question: str) -> Callable[[Tensor], Any]:
+        def get(x: Tensor) -> Any:
+            if (name := self._name(x, 1)) is None:
+                return getattr(super(Tensor, x), question)
+            self._answer(name, question)
+            return getattr(self.real[name], question)
+
+        return get
+
+    def _gradient(self, x: Tensor) -> Any:
+        own = isinstance(x, FakeTensor) and (isinstance(x, nn.Parameter) or id(x) in self.names)
+        if own and is_looked_at(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                "forward reads `.grad` of a parameter or an argument, which a graph does not have",
+                source=current_user_line(),
+                fix="read it in the training loop, and pass what forward needs of it as an argument",
+            )
+        return super(Tensor, x).grad
+
+    def _is_contiguous(self, old: Callable[..., bool]) -> Callable[..., bool]:
+        def is_contiguous(x: Tensor, *args: Any, **kwargs: Any) -> bool:
+            if args or kwargs or (name := self._name(x, 2)) is None:  # behind _here_alone
+                return old(x, *args, **kwargs)
+            return bool(self._answer(name, "is_contiguous"))
+
+        return is_contiguous
+
+    def _stride(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def stride(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            name = self._name(x, 2)
+            if name is not None and not self._answer(name, "is_contiguous"):
+                own = re.sub(r"^kwargs\[(\w+)\]", r"\1", name)
+                raise CaptureError(
+                    f"forward asks for strides of its argument '{own}', which is not contiguous: the graph would have those of "
+                    "a contiguous one",
+                    source=current_user_line(),
+                    fix=f"pass {own}.contiguous(), or index by sizes (unfold, narrow, reshape)",
+                )
+            return old(x, *args, **kwargs)
+
+        return stride
