@@ -383,7 +383,8 @@ class Typer:
     def _localize(self, node: fx.Node, rule: OpRule, chosen: Row) -> None:
         """What the op is on a rank's part of its operands, where it is more than the op itself."""
         out = chosen.outs[0]
-        if out == P and node.target in MEANS:
+        of_rows = any(p.is_shard for p in chosen.ins)  # of partial sums a mean is linear
+        if out == P and node.target in MEANS and of_rows:
             if any(p.is_shard and p.cut.size in self.selected.masks for p in chosen.ins):
                 self._mean_of_selected(node)
                 return

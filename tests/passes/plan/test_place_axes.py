@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+import megafx
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.errors import PlanError
@@ -104,6 +105,21 @@ def test_a_mean_over_other_dims_stays_as_it_is():
     assert outputs(program) == ["S0"]
     assert not program.batch.equal and not program.batch.summed
     assert "div" not in ops(program)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3, "tp": 2}])
+def test_a_mean_of_what_was_summed_over_all_rows_is_not_divided(mesh: dict[str, int]):
+    """Of counts of experts, say: it was divided by the number of ranks."""
+
+    def centred(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = (x * w).sum((0, 1))
+        return (y - y.mean()).tanh().sum()
+
+    program = typed(centred, X)
+    assert outputs(program) == ["R"] and "div" not in ops(program) and not program.batch.equal
+    x = torch.randn(6, 5, 6, dtype=torch.float64)
+    verdict = megafx.verify(Of(centred).double(), Config(), example_inputs=(x,), mesh=mesh, tolerance=1e-10)
+    assert verdict, str(verdict)
 
 
 def test_labels_are_counted_over_all_ranks():
