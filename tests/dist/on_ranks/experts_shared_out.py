@@ -233,6 +233,27 @@ def a_rank_holds_its_experts_and_moments_of_them() -> None:
 
 
 @check(2)
+def files_have_whole_experts(folder: Path) -> None:
+    """Stacks and a list, on meta: each rank reads its own experts, and files that ranks write together are those of one process."""
+    call = a_call(4)
+    for name, make, given in (("stacks", start, call), ("list", start_list, call[:1])):
+        plain = make()
+        with torch.no_grad():  # not what the constructor draws
+            [p.add_(0.01 * i) for i, p in enumerate(plain.parameters())]
+        megafx.save_pretrained(plain, folder / name) if dist.get_rank() == 0 else None
+        dist.barrier()
+        with torch.device("meta"):
+            model = make()
+        model = megafx.parallelize(model, megafx.Config(**EP), example_inputs=tuple(given))
+        megafx.load_safetensors(model, folder / name, factory=make)
+        same_tensors(megafx.full_state_dict(model), dict(plain.state_dict()), f"{name} loaded:")
+        near(model(*part(given, 2)).detach(), plain(*given).detach(), "a loss")
+        megafx.save_pretrained(model, folder / f"{name} again")
+        again = megafx.load_safetensors(make(), folder / f"{name} again")
+        same_tensors(dict(again.state_dict()), dict(plain.state_dict()), f"{name} saved:")
+
+
+@check(2)
 def experts_shared_out_need_a_dim_of_the_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     with pytest.raises(AgreementError, match="but the mesh has 1 ranks that share out experts"):
