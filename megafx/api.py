@@ -30,6 +30,7 @@ from megafx.rehearsal import Rehearsal, rehearse_compiled
 from megafx.replaying import Replayed, replay_call
 from megafx.report.page import side_by_side
 from megafx.report.report import Report, differences, read_report
+from megafx.runtime.expert_balance import expert_balance
 from megafx.runtime.fp8_health import Fp8Health
 from megafx.runtime.fp8_health import measure as fp8_health_of
 from megafx.runtime.keys import Normalizer
@@ -217,8 +218,9 @@ def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
     """Run some training steps of a parallelized model, and put measured times beside those of the cost model in its report.
 
     Collective over its ranks. batch: a call, in the forms of example_inputs; each step runs it forward and backward, without
-    an optimizer, and gradients are None afterwards. Times are of this rank: on a GPU those of kernels, else of the host. The
-    model needs Config(profiler_ranges=True). Raises UsageError without.
+    an optimizer, and gradients are None afterwards. Times are of this rank: on a GPU those of kernels, else of the host. Then
+    the call runs once op by op, to count the rows of experts that grouped products compute (`report.experts`). The model needs
+    Config(profiler_ranges=True). Raises UsageError without.
     """
     report = explain(model)
     args, kwargs = inputs_of(model, batch)
@@ -229,6 +231,9 @@ def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
             parameter.grad = None
 
     profile_steps(step, steps, report)
+    runtime: Any = model.megafx
+    with torch.enable_grad():
+        report.experts = expert_balance(runtime, runtime._call_of(args, kwargs))
     return report
 
 

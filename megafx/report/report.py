@@ -68,6 +68,20 @@ class Measured:
         return f"{self.direction} {self.module}: {self.us:.1f} us (modelled {self.modelled_us:.1f} us{beside})"
 
 
+@dataclass(frozen=True)
+class Balance:
+    """Rows of each expert of a mixture in one call, of all ranks; tensor-parallel ranks that have the same rows count each."""
+
+    module: str
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        all_, count = max(sum(self.rows), 1), len(self.rows)
+        most, least = max(self.rows) / all_, min(self.rows) / all_
+        busy = f"the busiest gets {most:.1%} of the rows ({most * count:.2f} times an equal share), the least busy {least:.1%}"
+        return f"{self.module}: of {count} experts {busy}"
+
+
 @dataclass
 class Report:
     """str(report), .table(), .html(path), .trace(path), .to_json()."""
@@ -82,6 +96,7 @@ class Report:
     costed: Any = None  # CostedGraph: ops and collectives of each kind of layer
     step: Any = None  # StepTimes: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
+    experts: list[Balance] = field(default_factory=list)  # likewise
     predict: Callable[..., Memory] | None = None  # memory of a rank over a step of the compiled call
     model: str = ""  # name of its class
 
@@ -226,6 +241,7 @@ class Report:
             held = self.costed.memory | ({"kept for backward, at most": kept} if kept else {})
             yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in held.items()]
         yield "Measured, one step", [str(m) for m in self.measured]
+        yield "Balance of experts, measured in one call", [str(b) for b in self.experts]
         yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from megafx.ir.call_spec import no_autocast
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import RESHAPES, behind
 from megafx.ir.program import VAL, Program, ancestors, fqn_of
 from megafx.kernels.fp8.quantize import FORMATS, TOP, quantize, quantize_both
-from megafx.ops.tapes import running
-from megafx.passes.experts.drop_expert_values import drop_expert_values
-from megafx.passes.lower.bind_mesh import bind_mesh
-from megafx.passes.lower.partition import partition
 from megafx.runtime.keys import Call
+from megafx.runtime.op_by_op import run_op_by_op
 
 
 @dataclass(frozen=True)
@@ -62,20 +58,8 @@ class Fp8Health:
 
 def measure(runtime: Any, call: Call) -> Fp8Health:
     """runtime: the `Runtime` of a model. Runs the graph of the call, and its backward, op by op; nothing else changes."""
-    graph = runtime._graph(call)
-    program: Program = graph.compiled.program.copy()
-    operands = _operands(program)
-    for step in (drop_expert_values, bind_mesh, partition):
-        step(program, runtime.settled.last.planner)
     found: dict[tuple[str, ...], Tensor] = {}
-    device = runtime.state.device
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        for context in (torch.no_grad(), no_autocast(), graph.executable.context()):
-            stack.enter_context(context)
-        if graph.tapes:
-            stack.enter_context(running(graph.running()))
-        _run(graph, program, call, operands, found)
+    run_op_by_op(runtime, call, lambda program: functools.partial(_watch, _operands(program), found))
     rows = [row for row in found.values()]
     if rows and runtime.everyone is not None:
         counts, largest = torch.stack(rows)[:, :3].contiguous(), torch.stack(rows)[:, 3].contiguous()
@@ -106,45 +90,18 @@ def _is_recomputed(value: Any) -> bool:
     return bool(facts_of(source.target).recompute) and made.args[1] == len(source.meta[VAL]) - 1
 
 
-def _run(
-    graph: Any, program: Program, call: Call, operands: dict[str, str], found: dict[tuple[str, ...], Tensor]
+def _watch(
+    operands: dict[str, str], found: dict[tuple[str, ...], Tensor], n: fx.Node, args: Sequence[Any], result: Any
 ) -> None:
-    parts, executable = program.partition, graph.executable
-    assert parts is not None
-    inputs, _ = graph._inputs(replace(call, state=graph.state_inputs()))
-    inputs = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
-    inputs += [join(inputs) for join in executable.joins]
-    results = _Watched(parts.forward, operands, found).run(*inputs)
-    if parts.backward is None or graph.tapes:
-        return
-    outputs = results[: executable.outputs]
-    values = [s for s in parts.saved if s.kind != "input"]
-    kept = [inputs[s.index] for s in parts.saved if s.kind == "input"]
-    kept += results[executable.outputs :][: len(values)]
-    losses = {*graph.losses}
-    tangents = [(torch.ones_like if i in losses else torch.zeros_like)(outputs[i]) for i in executable.differentiated]
-    _Watched(parts.backward, operands, found).run(*kept, *tangents)
-
-
-class _Watched(fx.Interpreter):
-    """Runs a graph, and counts what its casts do: (elements that are not 0, those that become 0, at the top; largest)."""
-
-    def __init__(self, gm: fx.GraphModule, operands: dict[str, str], found: dict[tuple[str, ...], Tensor]) -> None:
-        super().__init__(gm)
-        self.operands, self.found = operands, found
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.target in (quantize, quantize_both):
-            args: Sequence[Any] = self.fetch_args_kwargs_from_env(n)[0]
-            bytes, format = result[0] if n.target is quantize_both or args[5] else result[1], args[3]
-            kept: tuple[int, ...] = (args[2],) if n.target is quantize else (0, 1)
-            for i, each in enumerate(kept):
-                scales = ("one", "rows", "columns")[each + 1]
-                key = fqn_of(n), self.operands[n.name], format, scales
-                if key not in self.found:
-                    self.found[key] = _counts(args[0], bytes if i == 0 else result[1], args[1 + i], format)
-        return result
+    """Count what a cast does: (elements that are not 0, those that become 0, at the top; largest)."""
+    if n.target in (quantize, quantize_both):
+        bytes, format = result[0] if n.target is quantize_both or args[5] else result[1], args[3]
+        kept: tuple[int, ...] = (args[2],) if n.target is quantize else (0, 1)
+        for i, each in enumerate(kept):
+            scales = ("one", "rows", "columns")[each + 1]
+            key = fqn_of(n), operands[n.name], format, scales
+            if key not in found:
+                found[key] = _counts(args[0], bytes if i == 0 else result[1], args[1 + i], format)
 
 
 def _counts(x: Tensor, bytes: Tensor, largest: Tensor, format: str) -> Tensor:

@@ -233,6 +233,16 @@ def a_rank_holds_its_experts_and_moments_of_them() -> None:
 
 
 @check(2)
+def rows_of_experts_are_counted_over_all_ranks() -> None:
+    plain, call = start(), a_call(4)
+    ids = [layer.router(call[0].flatten(0, 1)).softmax(-1).topk(2)[1].flatten() for layer in plain.layers[:1]]
+    model = megafx.parallelize(start(), megafx.Config(**EP, profiler_ranges=True), example_inputs=call)
+    found = megafx.profile(model, tuple(part(call, 2)), steps=1).experts
+    assert [b.module for b in found] == ["layers.0", "layers.1"] and [len(b.rows) for b in found] == [5, 5]
+    assert [*found[0].rows] == torch.bincount(ids[0], minlength=5).tolist() and sum(found[1].rows) == sum(found[0].rows)
+
+
+@check(2)
 def files_have_whole_experts(folder: Path) -> None:
     """Stacks and a list, on meta: each rank reads its own experts, and files that ranks write together are those of one process."""
     call = a_call(4)
