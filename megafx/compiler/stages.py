@@ -48,6 +48,7 @@ from megafx.passes.fuse.fuse import fuse
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse.fuse_local import fuse_local
 from megafx.passes.fuse.group_experts import group_experts
+from megafx.passes.fuse.join_stacks import join_stacks
 from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
@@ -130,7 +131,14 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_plan,
 )
 # One rank's shapes.
-LOCAL: tuple[PassFunction, ...] = (localize_shapes, fuse_linear_loss, fuse_local, merge_linears, group_experts)
+LOCAL: tuple[PassFunction, ...] = (
+    localize_shapes,
+    fuse_linear_loss,
+    fuse_local,
+    merge_linears,
+    group_experts,
+    join_stacks,
+)
 # Forward and backward in one graph. A graph without gradients goes without these.
 BACKWARD: tuple[PassFunction, ...] = (
     build_joint_graph,

@@ -1,4 +1,4 @@
-"""Experts of a list become products of stacked weights on rows sorted by expert, where ranks are to share out experts.
+"""Experts of a list become products of stacked weights on rows sorted by expert, where ranks share out experts or tokens.
 
 Before:  %at0 = rows(eq(%ids, 0), 'u0'); %t0 = select(%at0, 1, 0); %k0 = select(%at0, 1, 1)         # ids: [T, 2]
          %y0 = mul(linear(index(%x, [%t0]), %w0), index(%p, [%t0, %k0])); %o0 = index_add(%out, 0, %t0, %y0)
@@ -13,7 +13,7 @@ gets the sum of what its experts give.
 A row is a place of the masks, which have a dim of tokens and others of fixed sizes. Where no two experts have the same place,
 and each place has one (masks compare indices of topk or argmax, or are a one-hot code), a row is a place. Else each place is
 a row for each expert; those that an expert does not get have a number beyond the last expert: they are computed nowhere once
-tokens travel (`dispatch_experts`), and add zeros.
+tokens travel (`dispatch_experts`), and add zeros. Ranks that share out tokens alone (cp) stack the first kind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megafx.ir.nodes import CASTS, COPIES, behind, op_name
 from megafx.ir.program import VAL, Phase, Program, fqn_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
-from megafx.passes.experts.expert_chains import InStep, Refused, chains, is_one, numbers, one_op, tail
+from megafx.passes.experts.expert_chains import Added, InStep, Refused, chains, is_one, numbers, one_op, tail
 from megafx.passes.experts.expert_units import chosen_among
 from megafx.planner.context import Planner
 
@@ -42,11 +42,12 @@ _EACH = -1  # a dim of rows that has one for each expert, beside the dims of the
 
 def stack_lists(program: Program, planner: Planner) -> int:
     """Return the number of mixtures whose experts are stacked."""
-    if planner.data is None or planner.data.experts == 1:
+    data = planner.data
+    if data is None or (data.experts == 1 and (data.context == 1 or planner.config.moe_grouped_gemm is False)):
         return 0
     count = 0
     for chain in chains(program.graph):
-        stacking = _Stacking(program, chain)
+        stacking = _Stacking(program, chain, data.experts > 1)
         try:
             stacking.run()
         except Refused as reason:
@@ -62,10 +63,14 @@ def stack_lists(program: Program, planner: Planner) -> int:
 
 
 class _Stacking(InStep):
-    """Of one mixture of E experts. dims: what the rows are: dims of the masks, that of tokens first. exact: each row has an
-    expert. rows, tokens: how many, structural. ids, order: of the rows."""
+    """Of one mixture of E experts. travels: tokens go to the ranks of their experts. dims: what the rows are: dims of the
+    masks, that of tokens first. exact: each row has an expert. rows, tokens: how many, structural. ids, order: of the rows."""
 
     name = NAME
+
+    def __init__(self, program: Program, chain: list[Added], travels: bool) -> None:
+        super().__init__(program, chain)
+        self.travels = travels
 
     def run(self) -> None:
         """Raises Refused."""
@@ -113,6 +118,8 @@ class _Stacking(InStep):
             raise Refused("their masks have several dims whose sizes vary")
         ids = self._chosen(masks)
         self.exact = ids is not None
+        if not self.exact and not self.travels:
+            raise Refused("a token may have any of them, which would be a row for each where no token travels")
         if ids is None:
             device = masks[0].meta[VAL].device
             numbers = self.build(aten.arange.default, self.experts, dtype=torch.int64, device=device, pin_memory=False)

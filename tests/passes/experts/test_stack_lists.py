@@ -106,6 +106,34 @@ def test_each_exchange_is_needed() -> None:
     assert found and len(exchanges) >= 2 * (2 + 1), str(found)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"cp": 2}, {"check": 2}),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"data_parallel": "zero1"}),
+        pytest.param({"cp": 3, "tp": 2}, {"sequence_parallel": True}, marks=SLOW),
+        pytest.param({"dp": 2, "cp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),
+    ],
+)
+def test_context_parallel_ranks_compute_their_own_tokens(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    programs: list[Program] = []
+    options = {"experts": 1} | options
+    verdict = verified(Model("where_add_in_place"), {"dp": 1} | mesh, kept(programs, "after join_stacks"), **options)
+    assert verdict, str(verdict)
+    names = [op_name(n) for n in programs[0].graph.nodes]
+    assert names.count("grouped_mm") == 3 and "rows" not in names
+    assert ("stack" in names) == ("data_parallel" in options)  # parameters of odd sizes, of which ranks share the rows
+
+
+def test_context_parallel_experts_that_stay_on_all_tokens() -> None:
+    """Where rows would be as many as tokens times experts, and where the user wants no grouped products."""
+    for model, options in ((Model("above"), {}), (Model("where_add_in_place"), {"moe_grouped_gemm": False})):
+        programs: list[Program] = []
+        assert verified(model, {"dp": 1, "cp": 2}, kept(programs, "after join_stacks"), experts=1, **options)
+        assert "grouped_mm" not in [op_name(n) for n in programs[0].graph.nodes]
+        assert options or any("a token may have any of them" in n.message for n in programs[0].notes)
+
+
 class Unlike(Model):
     """One expert has a wider ffn."""
 

@@ -1,0 +1,44 @@
+"""A stack of parameters is a view of one memory (kernels/join_parameters.py).
+
+Before:  %3 = stack([%a, %b])                                  # [n, k] each
+After:   %3 = view(join_parameters([%a, %b]), [2, n, k])
+Legal because: rows of the one follow rows of the other either way. The stack stays, and is a copy, where a parameter is read
+elsewhere, is tied or frozen, or where data-parallel ranks share parameters whose memory would have gaps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
+from megafx.ir.program import PLACEMENT, VAL, Builder, Phase, Program
+from megafx.kernels import join_parameters  # noqa: F401  registers the op
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
+NAME = "join_stacks"
+aten, ops = torch.ops.aten, torch.ops.megafx
+
+
+def join_stacks(program: Program, planner: Planner) -> int:
+    """Return the number of stacks that are views."""
+    if planner.data is not None and planner.data.experts > 1:
+        return 0  # hold_experts cuts stacks
+    parameters, count = stored_parameters(program), 0
+    for node in program.graph.find_nodes(op="call_function", target=aten.stack.default):
+        parts, dim = [*node.args[0]], node.args[1] if len(node.args) > 1 else 0
+        if dim != 0 or why_not_one(parts, parameters, planner.wants_grad) or not parts[0].meta[VAL].dim():
+            continue
+        placement = placed_together(parts, 0, planner.t)
+        if placement is None or leaves_gaps(parts, planner.data, planner.t):
+            continue
+        build: Any = Builder(program, node, node, NAME)
+        whole = mark(build(ops.join_parameters.default, parts), placement)
+        made = build(aten.view.default, whole, [*map(int, node.meta[VAL].shape)])
+        mark(made, node.meta.get(PLACEMENT))
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+        count += 1
+    return count
