@@ -47,6 +47,7 @@ from megafx.ir.program import VAL, Builder, Output, fqn_of, located, recompute_v
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.ops.eager_call import name_sizes
 from megafx.passes.canonicalize.editor import BY, Editor, arguments, replace, respell
+from megafx.passes.experts.expert_units import chosen_among
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default
@@ -286,15 +287,22 @@ class _Selecting:
         return respell(node, aten.index_select.default, (x, dim, emit(repeats, counts, name)))
 
     def _count(self, node: fx.Node, name: str) -> bool:
-        """bincount(x, weights, minlength) -> index_add(zeros(n), 0, x, weights or ones), n = max(x.max() + 1, minlength)."""
+        """bincount(x, weights, minlength) -> index_add(zeros(n), 0, x, weights or ones), n = max(x.max() + 1, minlength):
+        minlength where x are indices of topk, argmax or the like among no more."""
         emit = self.editor.at(node)
         x, weights, least = arguments(node, "self", "weights", "minlength")
         made = node.meta[VAL]
-        like = {"dtype": made.dtype, "device": made.device}
         x = emit(aten.to.dtype, x, torch.int64)
-        least = emit(aten.full.default, [1], least or 0, dtype=torch.int64, device=made.device)
-        greatest = emit(aten.amax.default, emit(aten.cat.default, [emit(aten.add.Tensor, x, 1), least]))
+        known = 0 < chosen_among(x) <= (least or 0)  # of experts, say: ranks that have a part of x know it, too
+        least = emit(aten.full.default, [] if known else [1], least or 0, dtype=torch.int64, device=made.device)
+        greatest = (
+            least if known else emit(aten.amax.default, emit(aten.cat.default, [emit(aten.add.Tensor, x, 1), least]))
+        )
         numbers = emit(length, greatest, name)
+        exact = (
+            torch.float64 if known and not made.dtype.is_floating_point else made.dtype
+        )  # ranks' summands are no integers
+        like = {"dtype": exact, "device": made.device}
         size = made.shape[0] if not self._name(made.shape[0]) else emit(aten.sym_size.int, numbers, 0)
         zeros = emit(aten.full.default, [size if isinstance(size, fx.Node) else self.editor.arg(size)], 0, **like)
         shape = [self.editor.arg(x.meta[VAL].shape[0])]
@@ -303,6 +311,8 @@ class _Selecting:
             if weights is None
             else emit(aten.detach.default, emit(aten.to.dtype, weights, made.dtype))
         )
+        if exact != made.dtype:
+            return respell(node, aten.to.dtype, (emit(aten.index_add.default, zeros, 0, x, added), made.dtype))
         return respell(node, aten.index_add.default, (zeros, 0, x, added))
 
     def _name_results(self, node: fx.Node) -> bool:

@@ -3,9 +3,11 @@ relies on; numbers that only leave the graph."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import megafx
 from megafx.capture.export import capture_call
 from megafx.ir.dump import text
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
@@ -66,6 +68,24 @@ def test_a_count_of_numbers_adds_ones() -> None:
     found = [line.split("#")[0].strip() for line in text(program).splitlines()]
     assert [line for line in found if "check_sizes" not in line and "return" not in line] == COUNTED, found
     assert [o.kind for o in program.outputs] == ["user", "check"]  # no number is 4 or more
+
+
+class Load(nn.Module):
+    def forward(self, scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = scores.topk(2).indices.flatten()
+        counts = torch.bincount(chosen, minlength=4)
+        return (counts / counts.sum()).max() * scores.sum(0), torch.bincount(chosen, weights.flatten(), minlength=4)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 3}, {"tp": 2}, {"cp": 2}])
+def test_choices_among_no_more_than_are_counted_at_least_need_no_greatest(mesh: dict[str, int]) -> None:
+    """The length follows from topk, so that data-parallel ranks count their own choices: their greatest was refused."""
+    call = (torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64))
+    program = capture_call(Load(), call)
+    canonicalize_program(program)
+    assert "amax" not in text(program) and text(program).count("index_add") == 2
+    verdict = megafx.verify(Load(), megafx.Config(), example_inputs=call, mesh=mesh, tolerance=1e-10)
+    assert verdict, str(verdict)
 
 
 COUNTED = [
