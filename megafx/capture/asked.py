@@ -41,7 +41,8 @@ class Asked:
         yield Tensor, "stride", self._stride, _WHY
         yield Tensor, "is_leaf", lambda old: property(self._answering("is_leaf")), _WHY
         yield Tensor, "grad_fn", lambda old: property(self._answering("grad_fn")), _WHY
-        yield Tensor, "grad", lambda old: property(self._gradient, old.__set__, old.__delete__), _WHY
+        yield Tensor, "_version", lambda old: property(self._version), _WHY
+        yield Tensor, "grad", lambda old: property(self._gradient, self._set_gradient), _WHY
 
     def _name(self, x: Tensor, frames: int) -> str | None:
         """Of an argument of which code of the model asks, that many frames away."""
@@ -61,14 +62,28 @@ class Asked:
         return get
 
     def _gradient(self, x: Tensor) -> Any:
-        own = isinstance(x, FakeTensor) and (isinstance(x, nn.Parameter) or id(x) in self.names)
-        if own and is_looked_at(sys._getframe(1).f_code.co_filename):
-            raise CaptureError(
-                "forward reads `.grad` of a parameter or an argument, which a graph does not have",
-                source=current_user_line(),
-                fix="read it in the training loop, and pass what forward needs of it as an argument",
-            )
+        self._refuse(
+            x, "reads `.grad`", "read it in the training loop, and pass what forward needs of it as an argument"
+        )
         return super(Tensor, x).grad
+
+    def _set_gradient(self, x: Tensor, value: Any) -> None:
+        self._refuse(x, "sets `.grad`", "set it in the training loop")
+        super(Tensor, type(x)).grad.__set__(x, value)
+
+    def _version(self, x: Tensor) -> int:
+        self._refuse(x, "reads `._version`", "count changes in an attribute of the model, which the training loop sets")
+        return super(Tensor, x)._version
+
+    def _refuse(self, x: Tensor, does: str, fix: str) -> None:
+        if isinstance(x, FakeTensor) and (isinstance(x, nn.Parameter) or id(x) in self.names):
+            code = sys._getframe(2).f_code
+            if code.co_name == "zero_grad" and current_user_line() is not None:
+                does, fix = "calls zero_grad, which sets `.grad`", "call it in the training loop"
+            elif not is_looked_at(code.co_filename):
+                return
+            found = f"forward {does} of a parameter or an argument, which a graph does not have"
+            raise CaptureError(found, source=current_user_line(), fix=fix)
 
     def _is_contiguous(self, old: Callable[..., bool]) -> Callable[..., bool]:
         def is_contiguous(x: Tensor, *args: Any, **kwargs: Any) -> bool:

@@ -10,6 +10,7 @@ plain but scales a whole tensor by its largest element, which a shard does not k
 from __future__ import annotations
 
 import dis
+import enum
 import linecache
 import os
 import re
@@ -190,10 +191,23 @@ _LEAF = "leaf Variable that requires grad"  # is written in place: a trace knows
 _OF_NN = (os.path.dirname(torch.nn.__file__) + os.sep, torch._ops.__file__)  # ops, too: what their C++ raises
 
 
-def unsupported_leaf(name: str, value: Any) -> CaptureError:
-    """An argument that is no tensor, number, string or container of them."""
+def refuse_leaves(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise for arguments that are no tensor, number or string. named: (name, one of them)."""
+    for name, value in named:
+        if not isinstance(value, LEAVES):
+            raise _unsupported(name, value)
+
+
+LEAVES = (type(None), torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
+
+
+def _unsupported(name: str, value: Any) -> CaptureError:
     kind = type(value)
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
+    if isinstance(value, enum.Enum):
+        fix = "pass its value or its name"
+    elif callable(value):
+        fix = "set it as an attribute of the model, which forward reads and calls; or call it on what the model returns"
     if "Cache" in kind.__name__:
         fix = "call with use_cache=False and without past_key_values: this is none of transformers' caches"
     found = f"argument {name} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
@@ -258,6 +272,12 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         )
     if name == "TypeError" and "forward()" in message:
         return f"the call does not fit the model: {_first_line(message)}", "give forward the arguments that it takes"
+    if message.startswith("Cannot access data pointer"):
+        return (
+            "forward asks where a tensor's memory is (data_ptr, or code that takes a pointer), which a graph does not know",
+            "tell tensors apart by a name or a number that is passed on with them; put what computes by pointers into a "
+            "submodule, and leave that eager: Config(eager_modules=[...])",
+        )
     if _LEAF in message:
         return (
             f"{name}: {_first_line(message)}",

@@ -32,7 +32,7 @@ from megafx.analysis.tables import read_table
 from megafx.capture.asked import Asked
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.eager_parts import CallValues
-from megafx.capture.errors import refuse_quantised, refuse_scripted, translate, unsupported_leaf
+from megafx.capture.errors import refuse_leaves, refuse_quantised, refuse_scripted, translate
 from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.libraries.caches import growing_dims, states_for_caches, written_arguments
@@ -44,7 +44,16 @@ from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_in
 from megafx.capture.small_sizes import listing, writes_in_place
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
-from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, no_autocast, register_dataclasses, violated
+from megafx.ir.call_spec import (
+    CallSpec,
+    Leaf,
+    call_tree,
+    leaf_name,
+    no_autocast,
+    register_dataclasses,
+    same_tensors,
+    violated,
+)
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program, number_sizes
 from megafx.ir.python_state import Place
@@ -105,9 +114,7 @@ def capture_call(
     while register_dataclasses(pytree.tree_leaves(tree)):
         pass
     leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
-    for name, value in leaves:
-        if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
-            raise unsupported_leaf(name, value)
+    refuse_leaves(leaves)
     refuse_scripted(model)
     refuse_quantised(model)
     refuse_lazy(model)
@@ -381,6 +388,7 @@ class _Capture:
         self.in_spec = pytree.tree_structure((*self.tree, state))
         self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
         self.root.names = [name for name, _ in self.leaves]
+        self.root.same = same_tensors([value for _, value in self.leaves])
         self.root.numbers = frozenset(n for n, value in self.given if not isinstance(value, torch.Tensor))
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
@@ -543,7 +551,10 @@ class _Capture:
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         names = self._name_symbols(program, values, sizes, fixed)
         asked = {name: tuple(answers.items()) for name, answers in self.trace.reads.asked.asked.items()}
-        leaves = tuple(replace(_leaf(n, x, values.get(n)), asked=asked.get(n, ())) for n, x in self.leaves)
+        leaves = tuple(
+            replace(_leaf(n, x, values.get(n)), asked=asked.get(n, ()), same=self.root.same.get(i))
+            for i, (n, x) in enumerate(self.leaves)
+        )
         batch = program.sizes.symbols.get("batch")
         program.call = CallSpec(
             self.in_spec,

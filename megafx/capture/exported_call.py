@@ -45,6 +45,7 @@ class ExportedCall(nn.Module):
         self.order = Order()
         self.values: CallValues | None = None
         self.names: list[str] = []  # of the leaves of a call
+        self.same: dict[int, int] = {}  # `same_tensors` of them
         self.under_no_grad = False
         self.numbers: frozenset[str] = frozenset()  # of those that are numbers
 
@@ -58,7 +59,10 @@ class ExportedCall(nn.Module):
         with in_autocast(self.autocast), ExpertLoops(self.note) as loops:
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches, self.order.last, self.order.count = Revived(), None, 0
-            entering = pytree.tree_leaves((args, kwargs, loss_inputs, state))
+            entering, spec = pytree.tree_flatten((args, kwargs, loss_inputs, state))
+            if self.same:
+                entering = [entering[self.same.get(i, i)] for i in range(len(entering))]
+                args, kwargs, loss_inputs, state = pytree.tree_unflatten(entering, spec)
             tensors = {n: x for n, x in zip(self.names, entering, strict=True) if isinstance(x, torch.Tensor)}
             versions = {name: x._version for name, x in tensors.items()}
             args, kwargs = caches.revive((args, kwargs))

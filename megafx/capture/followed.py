@@ -394,9 +394,10 @@ class Trace:
 
     def _taken(self, place: Place) -> None:
         """Code reads what is at a place. Parameters of the model are found wherever they are held; raises TraceAgain for them,
-        and for other sharded tensors, which enter the graph whole."""
+        for other sharded tensors, which enter the graph whole, and for the very tensors that are arguments of the call."""
         self.writes.watch(place)
         known = self.followed.parameters.keys() | self.followed.inputs.keys()
+        given = {id(x) for x in self.reads.asked.real.values() if x.is_floating_point()}
         for at, value in leaf_places(place, snapshot(place.get(), place.name)):
             if not isinstance(value, Tensor) or at.name in known:
                 continue
@@ -405,8 +406,13 @@ class Trace:
                 fqn = self.own.get(id(by))
             if fqn is not None:
                 self.followed.parameters[at.name] = at, fqn
-            elif isinstance(value, DTensor) and at.can_be_input():
+            elif at.can_be_input() and (isinstance(value, DTensor) or id(value) in given):
                 self.followed.inputs[at.name] = at
+            elif id(value) in given:
+                raise CaptureError(
+                    f"forward reads in {at.name} the very tensor that the call gives it, which a graph would take for another",
+                    fix="keep it in an attribute, list or dict of its own, not in a tuple",
+                )
             else:
                 continue
             self.learned = True

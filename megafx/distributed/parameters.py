@@ -179,7 +179,8 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
         if isinstance(param, TPTensor):
             if added:
                 continue
-            raise UsageError(f"parameter '{fqn}' is parallelized already", fix="call megafx.parallelize once a model")
+            fix = "call megafx.parallelize once a model; models that share parameters, put into one module and parallelize that"
+            raise UsageError(f"parameter '{fqn}' is parallelized already", fix=fix)
         if id(param) not in made:
             spec = make_spec(mesh, I, param.shape, param.dtype)
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)

@@ -24,7 +24,7 @@ class Leaf:
     """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
 
     scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. asked: (question in `ANSWERS`, answer) of what
-    forward asked.
+    forward asked. same: the place of an earlier leaf that is the same tensor, None where none is.
     """
 
     name: str
@@ -34,6 +34,14 @@ class Leaf:
     scalar: bool = False
     value: Any = None
     asked: tuple[tuple[str, Any], ...] = ()
+    same: int | None = None
+
+
+def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
+    """Place of a floating tensor among leaves -> that of the first one that is the same object, where code may ask `x is y`."""
+    first: dict[int, int] = {}
+    places = ((i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+    return {i: at for i, x in places if (at := first.setdefault(id(x), i)) != i}
 
 
 # What code may ask of a tensor, beside its shape and dtype.
@@ -216,6 +224,8 @@ class CallSpec:
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
                 return problem, bound
+        if same_tensors(leaves) != {i: leaf.same for i, leaf in enumerate(self.leaves) if leaf.same is not None}:
+            return "other arguments are the same tensor", bound
         return None, bound
 
     def _tree(

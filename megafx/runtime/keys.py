@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megafx.capture.errors import is_other_form, refuse_forms
+from megafx.capture.errors import LEAVES, is_other_form, refuse_forms, refuse_leaves
 from megafx.capture.libraries.caches import CacheState, states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
@@ -68,6 +68,9 @@ class Call:
             refuse_forms((user_name(leaf_name(path)), x) for path, x in paths)
         while register_dataclasses(leaves):
             leaves, spec = pytree.tree_flatten(tree)
+        if not all([isinstance(x, LEAVES) for x in leaves]):
+            paths, _ = pytree.tree_flatten_with_path(tree)
+            refuse_leaves((leaf_name(path), x) for path, x in paths)
         return Call(*tree, leaves, spec, caches, part)
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -156,7 +156,8 @@ class Parallel:
         if self.megafx.mesh is not None:
             state_dict = prepare_loading(model, state_dict)
             assign = False
-        result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # of the user's class
+        more = {"assign": True} if assign else {}  # an override of the user's class may not know it
+        result = super().load_state_dict(state_dict, strict=strict, **more)  # type: ignore[misc]  # of the user's class
         self.megafx.memory_given()
         return result
 
@@ -179,8 +180,9 @@ class Parallel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a parallelized model cannot be pickled: each rank holds shards and graphs",
-            fix="save its state_dict() (or megafx.full_state_dict(model)), and parallelize a new model when loading",
+            "a parallelized model cannot be pickled, or copied by copy.copy: each rank holds shards and graphs",
+            fix="save its state_dict() (or megafx.full_state_dict(model)), and parallelize a new model when loading; a copy "
+            "with parameters of its own is copy.deepcopy(model)",
         )
 
 

@@ -13,6 +13,11 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "a loss depends on a value that a hook, or a module": "loop/situations/hooks/loop_hooks_that_store.py",
+    "forward asks where a tensor's memory is (data_ptr,": "loop/situations/forward/loop_asked.py",
+    "forward freezes parameters (requires_grad_(False))": "loop/situations/forward/loop_asked.py",
+    "forward lets a parameter require a gradient that d": "loop/situations/forward/loop_asked.py",
+    "forward reads in <name> the very tensor that the c": "loop/situations/forward/loop_asked.py",
     "<name> calls <_> of an element, which megafx does": "equivalence/test_flex_attention.py",
     "a BlockMask that was made from a table of blocks,": "equivalence/test_flex_attention.py",
     "the BlockMask that forward is given has a mask_mod": "equivalence/test_block_mask_arguments.py",

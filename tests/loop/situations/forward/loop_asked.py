@@ -1,4 +1,4 @@
-"""What forward asks of tensors beside their values (`is_leaf`, `grad_fn`, `.grad`); parameters that it freezes for a while."""
+"""What forward asks of tensors beside their values (`is_leaf`, `grad_fn`, `.grad`, `x is y`); parameters that it freezes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,55 @@ def forward_asks_how_its_argument_was_computed(loop: Loop) -> None:
 
 
 @situation(LEAF)
-def forward_reads_a_gradient_of_before(loop: Loop) -> None:
-    """Refused; the advice is followed."""
-    model = loop.model(Asks(lambda linear, x: linear(x) * (2 if linear.weight.grad is None else 3)))
-    if not loop.eager:
-        with pytest.raises(CaptureError, match=r"(?s)reads `.grad` of a parameter.*pass what forward needs"):
-            model(torch.randn(3, 8))
-        return loop.see(refused=True)
+def forward_reads_and_sets_what_autograd_keeps(loop: Loop) -> None:
+    """Refused, with advice."""
+    codes: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+        r"reads `.grad` of a parameter.*pass what forward needs": lambda linear, x: (
+            linear(x) * (2 if linear.weight.grad is None else 3)
+        ),
+        r"sets `.grad`.*set it in the training loop": lambda linear, x: (setattr(linear.bias, "grad", None), linear(x))[
+            1
+        ],
+        r"calls zero_grad.*call it in the training loop": lambda linear, x: (linear.zero_grad(), linear(x))[1],
+        r"reads `._version`.*count changes": lambda linear, x: linear(x) * (1 + linear.weight._version),
+        r"where a tensor's memory is.*by a name or a number": lambda linear, x: linear(x) * (x.data_ptr() > 0),
+    }
+    for text, code in codes.items():
+        model = loop.model(Asks(code))
+        if not loop.eager:
+            with pytest.raises(CaptureError, match=f"(?s){text}"):
+                model(torch.randn(3, 8))
     loop.see(refused=True)
+
+
+class Remembers(nn.Module):
+    """x, y [rows, 8] -> [rows, 6], by whether they are one tensor, and whether x is the one of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last, self.pair, self.in_pair = nn.Linear(8, 6), None, (None, 0), False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        again = x is (self.pair[0] if self.in_pair else self.last)
+        self.last, self.pair = x, (x, 1)
+        return self.linear(x if x is y else x - y) * (2 if again else 3)
+
+
+@situation("https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/activation.py")
+def forward_asks_whether_two_tensors_are_one(loop: Loop) -> None:
+    """As MultiheadAttention does of query and key, and caches do of what they were computed for."""
+    model, a, b = loop.model(Remembers()), torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)
+    if not loop.eager:  # the advice is followed below
+        model.in_pair, model.pair = True, (a, 1)
+        with pytest.raises(CaptureError, match=r"(?s)the very tensor that the call gives it.*not in a tuple"):
+            model(a, b)
+        model.in_pair = False
+    for x, y in ((a, b), (a, a), (b, a), (b, b), (b, a), (a, b)):
+        output = model(x, y)
+        output.square().mean().backward()
+        loop.see(output=output)
+    loop.see(b=b.grad)
+    loop.see_gradients(model)
 
 
 class Adversarial(nn.Module):

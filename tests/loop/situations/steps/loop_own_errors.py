@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
 
-from megafx.errors import MegafxError
+from megafx.errors import CaptureError, MegafxError, UsageError
 
 EITHER = "https://github.com/huggingface/transformers/issues/24310"
 HANDLED = "https://pytorch.org/docs/stable/notes/faq.html"
@@ -222,4 +223,55 @@ def a_data_parallel_rank_raises_alone(loop: Loop) -> None:
         loss = model(loop.rows(x))
         loss.backward()
         loop.see(loss=loss, calls=model.calls, mean=model.mean)
+    loop.see_gradients(model)
+
+
+class Scored(nn.Module):
+    """x [rows, 8] -> what a function of the user's makes of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.score = nn.Linear(8, 6), torch.sum
+
+    def forward(self, x: Tensor, score: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return (score or self.score)(self.linear(x))
+
+
+@situation("https://discuss.pytorch.org/t/is-it-possible-to-calculate-the-loss-inside-the-forward-function/27297")
+def a_loss_function_is_given_as_an_argument(loop: Loop) -> None:
+    """Refused, on several ranks too; the advice is followed."""
+    model, x = loop.model(Scored()), torch.randn(3, 8)
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"(?s)builtins.function, which cannot enter.*an attribute of the model"):
+            model(x, lambda y: y.square().mean())
+    for scale in (1.0, 2.0):
+        model.score = lambda y, by=scale: (by * y).square().mean()
+        loss = model(x)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+class Heads(nn.Module):
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, x: Tensor, part: str) -> Tensor:
+        return self.parts[part](x)
+
+
+@situation("https://discuss.pytorch.org/t/how-to-share-weights-between-two-models/5004", ranks=(2,))
+def two_models_share_a_part(loop: Loop) -> None:
+    """Refused where parameters are cut; the advice is followed."""
+    trunk = nn.Linear(8, 9)
+    parts = {name: nn.Sequential(trunk, nn.Tanh(), nn.Linear(9, 4)) for name in ("actor", "critic")}
+    if not loop.eager:
+        copies = copy.deepcopy(parts)
+        loop.model(copies["actor"])(torch.randn(3, 8))
+        with pytest.raises(UsageError, match=r"(?s)is parallelized already.*put into one module"):
+            loop.model(copies["critic"])
+    torch.manual_seed(1)
+    model, x = loop.model(Heads(parts)), torch.randn(3, 8)
+    (model(x, "actor").square().mean() + model(x, "critic").sum()).backward()
     loop.see_gradients(model)
