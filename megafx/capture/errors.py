@@ -28,6 +28,7 @@ from torch.nn.modules import module as torch_module
 from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_parts import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
+from megafx.ir.call_spec import user_name
 from megafx.ir.source_lines import frames_of, is_user_file
 from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP_INPUTS
@@ -204,13 +205,15 @@ LEAVES = (type(None), torch.Tensor, bool, int, float, str, torch.dtype, torch.de
 def _unsupported(name: str, value: Any) -> CaptureError:
     kind = type(value)
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
-    if isinstance(value, enum.Enum):
+    if kind.__module__ == "numpy":
+        fix = f"pass torch.as_tensor({user_name(name)}), and let forward compute with functions of torch"
+    elif isinstance(value, enum.Enum):
         fix = "pass its value or its name"
     elif callable(value):
         fix = "set it as an attribute of the model, which forward reads and calls; or call it on what the model returns"
     if "Cache" in kind.__name__:
         fix = "call with use_cache=False and without past_key_values: this is none of transformers' caches"
-    found = f"argument {name} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
+    found = f"argument {user_name(name)} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
     return CaptureError(found, fix=fix)
 
 

@@ -414,6 +414,7 @@ class _Capture:
     def _serves(self, exported: ExportedProgram) -> bool:
         """Whether the conditions under which the trace holds are true for the call itself."""
         bound: dict[sympy.Symbol, int] = {}
+        follow: list[tuple[sympy.Expr, int]] = []
         users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
         for spec, (_, leaf) in zip(users, self.leaves, strict=True):
@@ -421,6 +422,10 @@ class _Capture:
                 for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
                     if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
                         bound[want.node.expr] = size
+                    elif isinstance(want, torch.SymInt):
+                        follow.append((want.node.expr, size))
+        if any(expr.free_symbols <= bound.keys() and expr.xreplace(bound) != size for expr, size in follow):
+            return False
         return violated(_conditions(exported), bound, _decided(exported)) is None and all(
             least <= bound.get(s, least) <= greatest for s, (least, greatest) in _ranges(exported).items()
         )
@@ -476,6 +481,10 @@ class _Capture:
             finally:  # what torch keeps for ever: nodes by their fakes, and fakes of inputs in what its caches have as keys
                 proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()
                 DataShapeEnv.end_trace()
+        shape_env = _shape_env(exported)
+        for relation in _conditions(exported):
+            if isinstance(relation := shape_env.replace(relation), sympy.Eq):
+                shape_env.make_one(relation)
         self.notes += notes
         return exported
 
@@ -624,6 +633,9 @@ def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
     shape_env = _shape_env(exported)
     assumed = [g.expr for g in shape_env.guards]
     assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
+    for s, (least, greatest) in _ranges(exported).items():
+        if shape_env.replace(s) != s:  # it is equal to other sizes, which are within these bounds then
+            assumed += [sympy.Ge(s, least), *([sympy.Le(s, greatest)] if greatest < _GREATEST else [])]
     known = [e for e in map(shape_env.replace, assumed) if not any(map(shape_env.is_unbacked_symint, e.free_symbols))]
     return tuple(dict.fromkeys(e for e in known if e.free_symbols))
 

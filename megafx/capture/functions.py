@@ -366,14 +366,21 @@ def op_by_op(old: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not in_eager_code():
             _refuse_hidden_gradients(self)
-        self._debug_flush_compilation_cache()
+        _forget_plans(self)
         try:
             with torch.jit.optimized_execution(False), meanwhile(torch.compiler, _is_exporting_flag=False):
                 return old(self, *args, **kwargs)
         finally:
-            self._debug_flush_compilation_cache()
+            _forget_plans(self)
 
     return call
+
+
+def _forget_plans(scripted: Any) -> None:
+    """An executor of before profiling (`torch._C._jit_set_profiling_executor(False)`) cannot, and keeps a plan that is not
+    optimised beside the others."""
+    with contextlib.suppress(RuntimeError):
+        scripted._debug_flush_compilation_cache()
 
 
 def _refuse_hidden_gradients(scripted: Any) -> None:

@@ -23,8 +23,8 @@ from megafx.errors import AgreementError, LostRankError, MegafxError, NumericErr
 from megafx.versions import version_of
 
 OTHER_BATCHES = (
-    "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each, or a batch that one "
-    "rank left out"
+    "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each, a batch that one "
+    "rank left out, or memory that nobody has written (torch.empty)"
 )
 SAME_BATCH = (
     "give every rank of a tensor- or context-parallel group the same batch: DistributedSampler(num_replicas=, rank=) by "

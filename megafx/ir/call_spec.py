@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -124,6 +125,11 @@ def leaf_name(path: Sequence[Any]) -> str:
     top = ("args", "kwargs", "loss_inputs", "state")[path[0].idx]
     keys = (getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path[1:])
     return top + "".join(f"[{k}]" for k in keys)
+
+
+def user_name(name: str) -> str:
+    """Of an input as the user wrote it: 'ids' for 'kwargs[ids]'."""
+    return re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
 
 
 def differentiable_inputs(

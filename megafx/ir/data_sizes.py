@@ -21,7 +21,7 @@ import sympy
 import torch
 from sympy.core.function import Application
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._sympy.functions import Min, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Min, Mod, PythonMod
 
 from megafx.ir.groups import Groups
 from megafx.ir.source_lines import is_user_file
@@ -113,7 +113,9 @@ class DataShapeEnv(ShapeEnv):
         """Note what the trace relies on between sizes that data decides and others: the graph has to check it. masks: numbers
         of rows that masks select; what ops assume of these alone, they check themselves. Hints have to meet it, too."""
         asserts = [a.expr for each in self.deferred_runtime_asserts.values() for a in each]
-        found = [e.xreplace(self._rows_of_slices) for e in (*asserts, *self._demanded)]
+        found = [
+            super(DataShapeEnv, self).replace(e.xreplace(self._rows_of_slices)) for e in (*asserts, *self._demanded)
+        ]
         self.relied_on = [
             e for e in dict.fromkeys(found) if self.of_data(e) and not ({*e.args} <= {*masks} or _says_not_negative(e))
         ]
@@ -211,6 +213,18 @@ class DataShapeEnv(ShapeEnv):
             if _asked_by() is not None:
                 self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
+
+    def make_one(self, equal: sympy.Eq) -> None:
+        """Sizes that are found to be equal are one size from here on. Of rows * (s0 + 1) == rows * s1 torch solves for the
+        largest symbol alone, and then knows nothing of s0 and s1."""
+        left, right = equal.args
+        if not equal.has(FloorDiv, Mod, PythonMod):
+            for size in left.free_symbols & right.free_symbols:
+                while all(x.subs(size, 0) == 0 for x in (left, right)):
+                    left, right = (sympy.expand(x / size) for x in (left, right))
+        relation = sympy.Eq(left, right)
+        if isinstance(relation, sympy.Eq):
+            self._maybe_guard_rel(relation)
 
     def _constrain_range_for_size(self, a: sympy.Symbol, min: int | None = None, max: int | None = None) -> None:
         """torch solves equations such as u0 == 4 * s1 in floats, in which its own bound of sizes, 2**63 - 2, is 2**63."""

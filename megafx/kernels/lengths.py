@@ -25,7 +25,7 @@ from megafx.ir.data_sizes import size_named
 from megafx.ir.facts import ids
 from megafx.kernels.common.op import define_op
 
-_NODES = (ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load)
+_NODES = (ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.BoolOp)
 _FUNCTIONS = {"min": min, "max": max}
 
 
@@ -48,7 +48,7 @@ def _compiled(relation: str) -> CodeType:
     """Arithmetic and comparisons alone, wherever the text comes from."""
     tree = ast.parse(relation, mode="eval")
     for node in ast.walk(tree):
-        if not isinstance(node, (*_NODES, ast.operator, ast.unaryop, ast.cmpop)):
+        if not isinstance(node, (*_NODES, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)):
             raise UsageError(f"{relation!r} is no relation between sizes", fix="report it")
     return compile(tree, "<relation>", "eval")
 

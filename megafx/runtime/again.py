@@ -10,10 +10,10 @@ from torch import nn
 
 from megafx.capture.libraries.huggingface import caches_left_out
 from megafx.errors import UsageError
-from megafx.ir.call_spec import CallSpec, in_autocast
+from megafx.ir.call_spec import CallSpec, in_autocast, user_name
 from megafx.ir.program import Input, Program
 from megafx.meanwhile import in_modes
-from megafx.runtime.keys import Call, user_name
+from megafx.runtime.keys import Call
 from megafx.units import bytes_text
 
 KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until backward

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from megafx.capture.libraries.caches import CacheState, states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
-from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses
+from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses, user_name
 from megafx.ir.program import Input, Program
 from megafx.ir.python_state import of_parameters, whole, without_gradient
 from megafx.runtime.cache_shard import CacheShard
@@ -60,14 +60,14 @@ class Call:
     ) -> Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
-        if any([isinstance(x, DTensor) for x in pytree.tree_leaves(tree)]):  # a parameter, or what was computed of some
-            tree = pytree.tree_map(whole, tree)
+        while register_dataclasses(given := pytree.tree_leaves(tree)):
+            pass
+        if any([isinstance(x, (DTensor, np.generic)) for x in given]):
+            tree = pytree.tree_map(_plain, tree)
         leaves, spec = pytree.tree_flatten(tree)
         if any(map(is_other_form, leaves)):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_forms((user_name(leaf_name(path)), x) for path, x in paths)
-        while register_dataclasses(leaves):
-            leaves, spec = pytree.tree_flatten(tree)
         if not all([isinstance(x, LEAVES) for x in leaves]):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_leaves((leaf_name(path), x) for path, x in paths)
@@ -103,11 +103,6 @@ class Call:
         pairs = zip(self.names(), self.leaves, strict=True)
         whole = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
         return [(user_name(n), v) for n, v in whole]
-
-
-def user_name(name: str) -> str:
-    """Of an input as the user wrote it: 'ids' for 'kwargs[ids]'."""
-    return re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
 
 
 def numbers_of(values: Iterable[Any]) -> list[int]:
@@ -175,6 +170,11 @@ class Normalizer:
 
 
 COMPARED = 512  # elements of an input, its first ones: a few microseconds
+
+
+def _plain(value: Any) -> Any:
+    """A parameter, or what was computed of some, whole; a number of numpy (a length that a loader took) as Python's."""
+    return value.item() if isinstance(value, np.generic) else whole(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from megafx.errors import UsageError
+from megafx.ir.call_spec import user_name
 from megafx.ir.program import Input
-from megafx.runtime.keys import Call, user_name
+from megafx.runtime.keys import Call
 
 
 def written_arguments(

@@ -218,7 +218,7 @@ def check_sizes_of_data(editor: Editor) -> int:
         sizes = [editor.size_node(editor.program.sizes.of_expr(s)) for s in symbols if s not in sources]
         names = {s: sympy.Symbol(f"n{i}") for i, s in enumerate(s for s in symbols if s in sources)}
         names |= {s: sympy.Symbol(f"s{i}") for i, s in enumerate(s for s in symbols if s not in sources)}
-        text = f" {_RELATIONS[type(named)]} ".join(_PRINTER.doprint(side.xreplace(names)) for side in named.args)
+        text = _text(named.xreplace(names))
         latest = max(node for node, _ in read)
         where = f"{source_of(latest) or 'the model'} relies on {relation}"
         behind = max(n for n in (latest, *sizes, last) if isinstance(n, fx.Node))
@@ -230,6 +230,12 @@ def check_sizes_of_data(editor: Editor) -> int:
         output = editor.program.output_node()
         output.args = ((*output.args[0], last),)
     return done
+
+
+def _text(relation: sympy.Basic) -> str:
+    if isinstance(relation, sympy.Or):
+        return " or ".join(map(_text, relation.args))
+    return f" {_RELATIONS[type(relation)]} ".join(map(_PRINTER.doprint, relation.args))
 
 
 class _Selecting:

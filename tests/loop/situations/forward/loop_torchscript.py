@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megafx.errors import CaptureError
 from megafx.meanwhile import meanwhile
 
 GELU = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/fusions/fused_bias_gelu.py"
+SEDD = "https://github.com/louaaron/Score-Entropy-Discrete-Diffusion/blob/main/model/fused_add_dropout_scale.py"
 FROZEN = "https://github.com/pytorch/audio/issues/1337"
 
 
@@ -165,3 +167,34 @@ def a_function_of_torchscript_switches_gradients_off(loop: Loop) -> None:
     loss.backward()
     loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+@situation(SEDD)
+def a_function_is_scripted_where_profiling_is_off(loop: Loop) -> None:
+    """torch has another executor for such functions, which cannot forget what it has compiled."""
+    torch._C._jit_set_profiling_executor(False)
+    try:
+        scripted = torch.jit.script(centered_and_scaled)
+        x = torch.randn(4, 7)
+        scripted(x, x)
+    finally:
+        torch._C._jit_set_profiling_executor(True)
+    model = loop.model(Scales(scripted))
+    for rows in (4, 6):
+        loss = model(torch.randn(rows, 7)).square().mean()
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+
+
+def centered_and_scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * (1 + scale)
+
+
+class Scales(nn.Module):
+    def __init__(self, scripted: Any) -> None:
+        super().__init__()
+        self.up, self.scale, self.down, self.scripted = nn.Linear(7, 12), nn.Linear(7, 12), nn.Linear(12, 5), [scripted]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.scripted[0](self.up(x), self.scale(x)))  # type: ignore[no-any-return]
