@@ -44,7 +44,11 @@ _COUNT = (
     "a Python decision (`if`, `while`, `assert`, `len()`) depends on how many rows the data of a tensor selects",
     "do not ask: code on zero rows contributes nothing; or ask only whether there are any, by `rows.numel() == 0`",
 )
-_COUNTS = ("len(", ".any()", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
+_COUNTS = ("len(", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
+_ANY = (
+    "a Python decision (`if`, `while`, `assert`) depends on whether an element of a tensor is true (`.any()`)",
+    "do not ask: code on zero rows contributes nothing, and a mask in which nothing is true changes nothing",
+)
 _LOOP = (
     "a Python loop runs over a tensor whose length the data decides",
     "loop over all that there may be (`for e, expert in enumerate(self.experts)`): code on zero rows contributes nothing",
@@ -140,7 +144,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    by_data = (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED, TRANSFORM)
+    by_data = (found, fix) in (_BRANCH, _COUNT, _ANY, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED, TRANSFORM)
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
         if not module and "submodule" not in fix:
@@ -238,6 +242,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             return _SELECT
         if code.startswith("for "):
             return _LOOP
+        if ".any()" in code:
+            return _ANY
         return _COUNT if any(text in code for text in _COUNTS) else _BRANCH
     if name == "TypeError" and _OF_TRUTH.search(message):  # `a == b` of truth values that a tensor holds
         return _BRANCH

@@ -152,6 +152,21 @@ def test_rows_that_data_select() -> None:
     works(lambda m, x: torch.where(x > 0, m.lin(x), 0.0))
 
 
+def test_whether_anything_is_padding() -> None:
+    """As ESM-2 and fairseq ask before they use a mask."""
+
+    def wrong(m: Any, x: Tensor) -> Tensor:
+        padding = x.sum(-1) > 10
+        if not padding.any():
+            padding = None
+        return m.lin(x) if padding is None else m.lin(x.masked_fill(padding[..., None], 0.0))
+
+    with refused("a Python decision (`if`, `while`, `assert`) depends on whether an element of a tensor is true"):
+        call(wrong)
+    eager(wrong)
+    works(lambda m, x: m.lin(x.masked_fill((x.sum(-1) > 10)[..., None], 0.0)))
+
+
 CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "a value with a gradient is written": (
         "<found>, which cannot be made functional",
