@@ -142,9 +142,11 @@ def begin_combine(y: Tensor, *way: Any) -> Tensor:
     """-> the sums that come home, on their way: for `end_combine` to wait for, with the same arguments."""
     of = Way(*way)
     _, sent, _, received = of.sizes.tolist()
-    back = _sum(y, of.table.view(-1, 1)) if of.entries else _sum(y, of.table)
-    if of.entries:
+    if of.entries:  # each alone: sum_rows would start a program for every one
+        back = y.new_zeros(of.table.numel(), *y.shape[1:]).index_copy_(0, of.rows, y)
         back = back.view(-1, of.choices, *y.shape[1:])
+    else:
+        back = _sum(y, of.table)
     return _started(back, sent, received, of.axis)
 
 
