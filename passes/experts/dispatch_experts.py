@@ -194,8 +194,11 @@ class _Mixture:
         table = build(ops.rows_of_tokens.default, self.received, f"arrived{number}", sizes, choices)
         self.tables = self.places, build(ops.tokens_sent.default, self.places), sizes, self.received, table
         arrived = self.rows // choices * min(choices, ranks)
-        for of, name, among in ((self.received, f"received{number}", self.rows), (table, f"arrived{number}", arrived)):
-            symbol = of.meta[VAL].shape[0].node.expr
+        for made, name, among in (
+            (self.received, f"received{number}", self.rows),
+            (table, f"arrived{number}", arrived),
+        ):
+            symbol = made.meta[VAL].shape[0].node.expr
             self.program.sizes.row_counts[symbol] = RowCount(name, among, 1)
         rows = build(aten.slice.Tensor, build(aten.sum.dim_IntList, received, [0]), 0, 0, here)
         self.ends = build(aten.cumsum.default, rows, 0)
