@@ -69,7 +69,8 @@ class Asked:
 
     def _set_gradient(self, x: Tensor, value: Any) -> None:
         self._refuse(x, "sets `.grad`", "set it in the training loop")
-        super(Tensor, type(x)).grad.__set__(x, value)
+        attribute: Any = super(Tensor, type(x)).grad
+        attribute.__set__(x, value)
 
     def _version(self, x: Tensor) -> int:
         self._refuse(x, "reads `._version`", "count changes in an attribute of the model, which the training loop sets")

@@ -164,25 +164,33 @@ class _Freezing:
     """Parameters that forward freezes for a part of itself: `self.critic.requires_grad_(False)`, and True again after it.
 
     A graph differentiates with respect to a parameter, not to its uses. So what uses a frozen one meanwhile is given it
-    detached. changed(): is called before a change.
+    detached. changed() is called before a change.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.changed = changed
-        self.frozen: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    def __init__(self, changed: Callable[[], None], is_argument: Callable[[Tensor], bool]) -> None:
+        self.changed, self.is_argument = changed, is_argument
+        self.frozen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sees(self, function: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with which a function of torch is to be called."""
         setter = name == "__set__" and getattr(function, "__self__", None) is Tensor.requires_grad
-        if (name == "requires_grad_" or setter) and isinstance(args[0], nn.Parameter):
+        if (name == "requires_grad_" or setter) and isinstance(args[0], FakeTensor):
             self._set(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         elif self.frozen and name not in ("__get__", "size", "dim"):
             given = lambda x: self.frozen[id(x)][1] if id(x) in self.frozen else x  # noqa: E731
             args, kwargs = pytree.tree_map_only(nn.Parameter, given, (tuple(args), kwargs))
         return args, kwargs
 
-    def _set(self, parameter: nn.Parameter, wanted: bool) -> None:
-        if not isinstance(parameter, FakeTensor) or parameter.requires_grad == wanted:
+    def _set(self, parameter: Tensor, wanted: bool) -> None:
+        if parameter.requires_grad == wanted:
+            return
+        if not isinstance(parameter, nn.Parameter):
+            if self.is_argument(parameter):
+                raise CaptureError(
+                    f"forward calls requires_grad_({wanted}) of an argument, which the caller's tensor would not see",
+                    source=current_user_line(),
+                    fix="call it before the call of the model, or let forward use x = x.detach().requires_grad_()",
+                )
             return
         self.changed()
         if not wanted:
@@ -229,6 +237,9 @@ class _OutsideWrites(TorchFunctionMode):
             if type(x) is Tensor:
                 self.written(x)
         torch.autograd.graph.increment_version([x for x in statistics if isinstance(x, FakeTensor)])
+        if getattr(func, "__module__", "") == nn.init.__name__:  # it switches gradients off where no mode sees it
+            with torch.no_grad():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -351,7 +362,7 @@ class Trace:
             for place, fqn in followed.parameters.values():
                 mutable, value = _in_tuples(place, self.reads.model.get_parameter(fqn))
                 put(mutable, value)
-            freezing = _Freezing(self._learn_freezing)
+            freezing = _Freezing(self._learn_freezing, lambda x: id(x) in self.reads.asked.names)
             entering = {id(state[name]): place for name, place in followed.inputs.items()}
             with (
                 self.reads.recording(self._start),

@@ -174,7 +174,7 @@ class Writes:
         attributes_seen = {(id(attributes), key) for attributes, _, old in self.before for key in {**old, **attributes}}
         for attributes, name, old in self.before:
             for key in {**old, **attributes}:
-                if key not in IGNORED:
+                if key not in IGNORED or key == "training":
                     where = f"{name}.{key}" if name else key
                     yield from self._change(Place(attributes, key, where), old.get(key, ABSENT))
             for table in ("_parameters", "_modules"):

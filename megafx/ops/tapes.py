@@ -284,7 +284,7 @@ def _cutting(leaves: list[Tensor], cuts: list[Tensor], returned: Returned, ancho
         torch_module.register_module_forward_pre_hook(lambda module, args: seen("_forward_pre_hooks", module, args)),
         torch_module.register_module_forward_hook(lambda module, _, output: seen("_forward_hooks", module, output)),
     ]
-    tables = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    tables: list[Any] = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
     for table, handle in zip(tables, handles, strict=True):
         table.move_to_end(handle.id, last=False)
     try:

@@ -181,6 +181,11 @@ class _Functionalizer:
             if renorm:
                 found = "max_norm of an embedding writes into its weight in forward"
                 raise CaptureError(found, fix=_MAX_NORM, **located(node))
+            if spec is not None and spec.kind == "param":
+                found = f"forward writes {how} into parameter '{spec.name}', which has a gradient"
+                raise CaptureError(
+                    found, fix="write it between calls of the model (after optimizer.step())", **located(node)
+                )
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
         value = self._new_value(node, name)

@@ -74,7 +74,9 @@ class Load(nn.Module):
     def forward(self, scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         chosen = scores.topk(2).indices.flatten()
         counts = torch.bincount(chosen, minlength=4)
-        return (counts / counts.sum()).max() * scores.sum(0), torch.bincount(chosen, weights.flatten(), minlength=4)
+        return (counts.double() / counts.sum()).max() * scores.sum(0), torch.bincount(
+            chosen, weights.flatten(), minlength=4
+        )
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"tp": 2}, {"cp": 2}])

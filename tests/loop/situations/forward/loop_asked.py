@@ -155,3 +155,49 @@ def forward_freezes_or_frees_for_good(loop: Loop) -> None:
         model(x).square().mean().backward()
         loop.see(x=x.grad)
         loop.see_gradients(model)
+
+
+class Teaches(nn.Module):
+    """The teacher is put into evaluation by forward, and stays so until train() is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.teacher = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2 if self.teacher.training else 3
+        self.teacher.eval()
+        return self.linear(x) * scale - self.teacher(x)
+
+
+@situation("https://github.com/lucidrains/byol-pytorch/blob/master/byol_pytorch/byol_pytorch.py")
+def forward_puts_its_teacher_into_evaluation(loop: Loop) -> None:
+    model = loop.model(Teaches())
+    for mode in (True, None, None, True, False):
+        if mode is not None:
+            model.train(mode)
+        output = model(torch.randn(3, 8))
+        output.square().mean().backward()
+        loop.see(output=output, training=[m.training for m in model.modules()])
+    loop.see_gradients(model)
+
+
+@situation("https://discuss.pytorch.org/t/proper-way-to-do-weight-clipping-in-forward/111453")
+def forward_initialises_a_weight_or_wants_a_gradient_of_its_argument(loop: Loop) -> None:
+    """Refused: the weight's gradient would be lost, and the caller's tensor would have none. The advice is followed."""
+    model, x = (
+        loop.model(Asks(lambda linear, x: (nn.init.constant_(linear.weight, 0.1), linear(x))[1])),
+        torch.randn(3, 8),
+    )
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"(?s)into parameter 'linear.weight'.*between calls of the model"):
+            model(x)
+    model = loop.model(Asks(lambda linear, x: linear(x.requires_grad_())))
+    if not loop.eager:
+        with pytest.raises(CaptureError, match=r"(?s)of an argument.*before the call"):
+            model(x)
+    nn.init.constant_(model.linear.weight, 0.1)
+    model(x.requires_grad_()).square().mean().backward()
+    loop.see(x=x.grad)
+    loop.see_gradients(model)
