@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -58,9 +57,3 @@ def placed_together(values: Sequence[fx.Node], dim: int, t: int) -> Placement | 
         cut = concat_layouts((p.cut for p in marked), t)
         return None if cut is None else S(dim, cut)
     return marked[0] if all(p == marked[0] for p in marked) else None
-
-
-def mark(node: fx.Node, placement: Any) -> fx.Node:
-    if isinstance(placement, Placement):
-        node.meta[PLACEMENT] = placement
-    return node

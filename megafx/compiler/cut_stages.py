@@ -26,6 +26,7 @@ from megafx.capture.prepare import alone
 from megafx.compiler.stages import before, passes_of, runner_of
 from megafx.errors import PlanError
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf
+from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import (
     VAL,
@@ -47,7 +48,7 @@ from megafx.placements.data_axis import MICRO_AXIS
 from megafx.placements.types import Placement, R
 from megafx.planner.context import Planner
 
-transition, eager_call = torch.ops.megafx.transition.default, torch.ops.megafx.eager_call.default
+eager_call = torch.ops.megafx.eager_call.default
 NAME = "cut_stages"
 AVERAGE = (
     "Config(data_parallel_loss='average'), with which each micro-batch has a loss of its own, and losses are averaged"
@@ -189,7 +190,7 @@ def _average(program: Program, microbatches: int) -> Whole:
 def _divide_loss(program: Program, microbatches: int) -> None:
     """One that is no sum over rows is divided among the micro-batches."""
     for node, spec in zip(program.results(), program.outputs, strict=True):
-        if spec.loss and not _is_move(node):
+        if spec.loss and not is_transition(node, MICRO_AXIS):
             build = Builder(program, program.output_node(), node, NAME)
             share = build(torch.ops.aten.div.Tensor, node, microbatches)
             program.output_node().replace_input_with(node, share)
@@ -201,7 +202,7 @@ def _settle_moves(program: Program, microbatches: int) -> list[Total]:
     graph, loss = program.graph, {n for n, s in zip(program.results(), program.outputs, strict=True) if s.loss}
     _divide_loss(program, microbatches)
     inputs = dict(program.input_nodes())
-    for node in [n for n in graph.nodes if _is_move(n)]:
+    for node in [n for n in graph.nodes if is_transition(n, MICRO_AXIS)]:
         operand: Any = argument(node, "x")
         if argument(node, "src") == "R":
             made = Builder(program, node, operand, NAME)(torch.ops.aten.div.Tensor, operand, microbatches)
@@ -229,10 +230,6 @@ def _settle_moves(program: Program, microbatches: int) -> list[Total]:
         node.replace_all_uses_with(made)
         graph.erase_node(node)
     return totals
-
-
-def _is_move(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is transition and argument(node, "axis") == MICRO_AXIS
 
 
 def _full_name(spec: Input) -> str:

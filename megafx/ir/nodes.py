@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL, Builder, Program, copied_graph, graph_module
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Program, copied_graph, graph_module
+from megafx.placements.types import Placement
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
@@ -99,6 +100,20 @@ def change_parts(program: Program, *changes: Callable[[fx.Node], bool]) -> int:
         return 0
     program.partition, total = program.partition.changed(lambda gm, direction: changed_copy(gm, *changes))
     return total
+
+
+def replace(node: fx.Node, by: Any) -> bool:
+    """Give the node's users another value, and take the node out of the graph. Returns True."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+    return True
+
+
+def mark(node: fx.Node, placement: Any) -> fx.Node:
+    """Say how a node is placed, where that is known."""
+    if isinstance(placement, Placement):
+        node.meta[PLACEMENT] = placement
+    return node
 
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:

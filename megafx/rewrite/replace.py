@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.ir.dump import dtype_text
-from megafx.ir.nodes import Draw, argument, draw_of, is_draw, set_arguments
+from megafx.ir.nodes import Draw, argument, draw_of, is_draw, mark, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter, is_size
 from megafx.rewrite.match import Match
@@ -235,8 +235,7 @@ class Replacer:
             new = made[node]
             if new not in match.operands.values():
                 inherit(new, root, self.by)
-                if PLACEMENT in root.meta:
-                    new.meta[PLACEMENT] = root.meta[PLACEMENT]
+                mark(new, root.meta.get(PLACEMENT))
             root.replace_all_uses_with(new)
         first = match.roots[0]
         place = (fqn_of(first), source_of(first))

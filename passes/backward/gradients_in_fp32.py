@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import BACKWARD, in_backward, shows_operand
+from megafx.ir.nodes import BACKWARD, in_backward, mark, shows_operand
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, recompute_val
 from megafx.kernels.loss import linear_cross_entropy, vocab_linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.kernels.products_fp32 import LOW, addmm_fp32, mm_fp32
@@ -144,8 +144,7 @@ def _behind(node: fx.Node) -> fx.Node:
 
 
 def _placed(made: fx.Node, node: fx.Node) -> fx.Node:
-    if PLACEMENT in node.meta:
-        made.meta[PLACEMENT] = node.meta[PLACEMENT]
+    mark(made, node.meta.get(PLACEMENT))
     return made
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from megafx.analysis.reached import find_reached
+from megafx.ir.nodes import replace
 from megafx.ir.program import Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, packed, random, sizes, views
-from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, is_tensor
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 

@@ -114,13 +114,6 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b if isinstance(a, fx.Node) or isinstance(b, fx.Node) else type(a) is type(b) and a == b
 
 
-def replace(node: fx.Node, by: Any) -> bool:
-    """Give the node's users another value, and take the node out of the graph."""
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
-    return True
-
-
 def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     return tuple(argument(node, name) for name in names)
 

@@ -22,9 +22,9 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
-from megafx.ir.nodes import argument, aten_ops, op_name, writes
+from megafx.ir.nodes import argument, aten_ops, op_name, replace, writes
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, inherit, located
-from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, replace, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import argument, aten_ops
+from megafx.ir.nodes import argument, aten_ops, replace
 from megafx.ir.program import VAL
-from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, on, respell
 
 aten = torch.ops.aten
 

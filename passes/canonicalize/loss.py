@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers megafx::cross_entropy
-from megafx.ir.nodes import argument, set_arguments
+from megafx.ir.nodes import argument, replace, set_arguments
 from megafx.ir.program import VAL, recompute_val
-from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
+from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on
 from megafx.rules.families_math import LOSSES_OF_ELEMENTS
 
 aten = torch.ops.aten

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import ASSERTS, COPIES, MASKS, argument, aten_ops
+from megafx.ir.nodes import ASSERTS, COPIES, MASKS, argument, aten_ops, replace
 from megafx.ir.program import VAL
 from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
-from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, on, respell
 
 aten = torch.ops.aten
 # They look at how operands lie in memory.

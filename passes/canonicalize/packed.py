@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
-from megafx.ir.nodes import argument
+from megafx.ir.nodes import argument, replace
 from megafx.ir.program import VAL
 from megafx.kernels.attention.attention_documents import efficient_documents, flash_documents
-from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, is_tensor
 
 aten = torch.ops.aten
 _PLAIN: Any = (0.0, 0, 0.0, -1, -1, [], "tp")  # no soft-cap, hidden keys are left out, no dropout

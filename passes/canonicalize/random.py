@@ -25,9 +25,9 @@ import megafx.kernels.attention.attention
 import megafx.kernels.dropout.dropout
 import megafx.ops.eager_call  # noqa: F401  registers the ops
 from megafx.errors import CaptureError
-from megafx.ir.nodes import argument, argument_places, set_arguments
+from megafx.ir.nodes import argument, argument_places, replace, set_arguments
 from megafx.ir.program import VAL, Input, located
-from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
+from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on
 
 aten = torch.ops.aten
 AXIS = "tp"

@@ -42,11 +42,11 @@ import megafx.kernels.lengths
 import megafx.kernels.nonzero  # noqa: F401  registers the ops
 from megafx.errors import CaptureError, in_part, or_leave_eager
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
-from megafx.ir.nodes import MASKS, argument, aten_ops
+from megafx.ir.nodes import MASKS, argument, aten_ops, replace
 from megafx.ir.program import VAL, Builder, Output, fqn_of, located, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.ops.eager_call import name_sizes
-from megafx.passes.canonicalize.editor import BY, Editor, arguments, replace, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, respell
 from megafx.passes.experts.expert_units import chosen_among
 
 aten = torch.ops.aten

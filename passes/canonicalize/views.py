@@ -14,9 +14,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megafx.errors import CaptureError
-from megafx.ir.nodes import argument, aten_ops, op_name
+from megafx.ir.nodes import argument, aten_ops, op_name, replace
 from megafx.ir.program import VAL, located
-from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, on, respell
 
 aten = torch.ops.aten
 

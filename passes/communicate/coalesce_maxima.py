@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import in_backward
+from megafx.ir.nodes import in_backward, replace
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.kernels.fp8.quantize import amax
 from megafx.kernels.join_parameters import join_parameters
@@ -90,7 +90,6 @@ def _take_together(program: Program, starts: list[fx.Node], params: set[fx.Node]
     parts = split_flat(build, largest, [found.meta[VAL].shape for found in amaxes], amaxes, {})
     for start, piece in zip(starts, parts, strict=True):
         (wait,) = start.users
-        wait.replace_all_uses_with(piece)
-        program.graph.erase_node(wait)
+        replace(wait, piece)
         program.graph.erase_node(start)
     return {*parts}

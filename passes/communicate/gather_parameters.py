@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.nodes import in_backward, storage_of
+from megafx.ir.nodes import in_backward, mark, storage_of
 from megafx.ir.program import PHASE, PLACEMENT, RECOMPUTE, VAL, Builder, Phase, Program, fqn_of
 from megafx.ops.gather_region import starts
 from megafx.passes.communicate.emit import of_many_modules
@@ -160,8 +160,7 @@ def _gather(
         part = build(aten.slice.Tensor, wait, 0, at, at + math.prod(param.shape))
         whole = build(aten.view.default, part, list(param.shape))
         made_here += [part, whole]
-        if param.placement is not None:
-            whole.meta[PLACEMENT] = param.placement
+        mark(whole, param.placement)
         for user in users:
             user.replace_input_with(node, whole)
     made_here += _joins(program, uses, wait)
@@ -183,7 +182,7 @@ def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Nod
         build = Builder(program, join, join, NAME)
         part = build(aten.slice.Tensor, wait, 0, at, at + join.meta[VAL].numel())
         whole = build(aten.view.default, part, list(join.meta[VAL].shape))
-        whole.meta.update({PLACEMENT: join.meta[PLACEMENT]} if PLACEMENT in join.meta else {})
+        mark(whole, join.meta.get(PLACEMENT))
         join.replace_all_uses_with(whole)
         made += [part, whole]
     return made

@@ -29,7 +29,7 @@ from torch import fx
 
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
-from megafx.ir.nodes import behind
+from megafx.ir.nodes import behind, mark
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, located
 from megafx.ops.owners import OWNER_PARAMETER_GRADIENT, OWNER_STACK
 from megafx.placements.data_axis import EXPERT_AXIS
@@ -135,8 +135,7 @@ def _hold(program: Program, node: fx.Node, ranks: int) -> bool:
         ends: Any = (part.tag, "R", list(part.flat_layout), [], EXPERT_AXIS, ranks)
         whole = Builder(program, min(others), others[0], NAME)(ops.transition.default, node, *ends)
         whole.meta.pop(PHASE, None)
-        if PLACEMENT in node.meta:
-            whole.meta[PLACEMENT] = node.meta[PLACEMENT]
+        mark(whole, node.meta.get(PLACEMENT))
         for user in others:
             user.replace_input_with(node, whole)
     return bool(others)

@@ -35,7 +35,7 @@ from torch import fx
 from megafx.analysis.communication import exchanged_bytes
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
-from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name
+from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name, replace
 from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located, tensors_of
 from megafx.ir.sizes import RowCount, SizeEmitter
 from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
@@ -276,8 +276,7 @@ class _Mixture:
         for user in [user for user in node.users if user not in self.moved]:
             for total in self._sums(user):
                 build = Builder(self.program, total, total, NAME)
-                total.replace_all_uses_with(build(ops.combine_rows.default, self.made[node], *self._ways(False)))
-                self.program.graph.erase_node(total)
+                replace(total, build(ops.combine_rows.default, self.made[node], *self._ways(False)))
             if user.target is ops.ungroup_rows.default and not user.users:
                 continue
             if rows is None:

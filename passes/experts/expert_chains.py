@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.experts import rows_added
-from megafx.analysis.joined_parameters import mark
-from megafx.ir.nodes import CASTS, COPIES, argument, behind, is_draw, op_name
+from megafx.ir.nodes import CASTS, COPIES, argument, behind, is_draw, mark, op_name
 from megafx.ir.program import PLACEMENT, VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.kernels import nonzero  # noqa: F401  registers the ops
@@ -157,8 +156,8 @@ class InStep:
         if first.target is aten.index.Tensor:
             return self._taken(values)
         if str(first.target) in VIEWS:
-            x, rows = self.batch(operands[0]), SizeEmitter(self.program.graph, self.program.sizes)(self.rows)
-            return self.build(aten.reshape.default, x, [rows, *tail(first)])
+            rows = SizeEmitter(self.program.graph, self.program.sizes)(self.rows)
+            return self.build(aten.reshape.default, self.batch(operands[0]), [rows, *tail(first)])
         own = BIASED.get(first.target)  # type: ignore[call-overload]  # another target has none
         args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(operands)]
         if own is not None and args[own] is not None:

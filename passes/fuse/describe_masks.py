@@ -19,7 +19,7 @@ from torch import fx
 
 from megafx.analysis.masks import Choice, Leaf, MaskReader
 from megafx.analysis.visible import Visible, masked_before, may_hide, read_visible
-from megafx.ir.nodes import argument, set_arguments
+from megafx.ir.nodes import argument, replace, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, differentiable_nodes, fqn_of, source_of
 from megafx.kernels.attention.attention_reference import ADDED, ADDED_NAN, FILLED, FILLED_NAN, ZEROS
 from megafx.kernels.attention.masked_softmax import mask_floor
@@ -244,8 +244,7 @@ def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     if not _attention(program, planner, reader, new):
         program.graph.erase_node(new)
         return False
-    node.replace_all_uses_with(new)
-    program.graph.erase_node(node)
+    replace(node, new)
     return True
 
 

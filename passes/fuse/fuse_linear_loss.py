@@ -29,7 +29,7 @@ from megafx.analysis.lazy import copy_for_outputs, describe, outside_user, read_
 from megafx.debugging import current, say
 from megafx.ir.contracts import layout_of
 from megafx.ir.dump import op_text
-from megafx.ir.nodes import COPIES, RESHAPES
+from megafx.ir.nodes import COPIES, RESHAPES, mark
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
@@ -132,8 +132,7 @@ def rows_of(program: Program, head: Head, where: fx.Node) -> fx.Node:
             x = emit(aten.reshape.default, x, [*lead, last])
         elif link.target is aten.slice.Tensor:
             x = emit(aten.slice.Tensor, x, *link.args[1:])
-        if placement is not None:
-            x.meta[PLACEMENT] = placement
+        mark(x, placement)
     return x
 
 
@@ -150,8 +149,7 @@ def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None)
 
 
 def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:
-    if PLACEMENT in node.meta:
-        new.meta[PLACEMENT] = node.meta[PLACEMENT]
+    mark(new, node.meta.get(PLACEMENT))
     node.replace_all_uses_with(new)
     elements = math.prod(program.sizes.shape(logits.meta[VAL]))
     program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME, elements))

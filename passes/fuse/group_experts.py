@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
+from megafx.analysis.joined_parameters import leaves_gaps, placed_together, stored_parameters, why_not_one
 from megafx.analysis.prices import seconds
-from megafx.ir.nodes import between
+from megafx.ir.nodes import between, mark
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.kernels import join_parameters, nonzero  # noqa: F401  registers the ops

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
+from megafx.analysis.joined_parameters import leaves_gaps, placed_together, stored_parameters, why_not_one
+from megafx.ir.nodes import mark, replace
 from megafx.ir.program import PLACEMENT, VAL, Builder, Phase, Program
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
 from megafx.planner.context import Planner
@@ -38,7 +39,6 @@ def join_stacks(program: Program, planner: Planner) -> int:
         whole = mark(build(ops.join_parameters.default, parts), placement)
         made = build(aten.view.default, whole, [*map(int, node.meta[VAL].shape)])
         mark(made, node.meta.get(PLACEMENT))
-        node.replace_all_uses_with(made)
-        program.graph.erase_node(node)
+        replace(node, made)
         count += 1
     return count

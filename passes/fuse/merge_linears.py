@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
+from megafx.analysis.joined_parameters import leaves_gaps, placed_together, stored_parameters, why_not_one
 from megafx.config import MEASURE_NOTHING
+from megafx.ir.nodes import mark
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.placements.types import Placement
@@ -168,8 +169,7 @@ class _Merger:
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         inherit(new, old, NAME)
-        if PLACEMENT in old.meta:
-            new.meta[PLACEMENT] = old.meta[PLACEMENT]
+        mark(new, old.meta.get(PLACEMENT))
         old.replace_all_uses_with(new)
 
     # -- what is reported

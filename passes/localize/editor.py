@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
+from megafx.ir.nodes import mark
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, inherit, located, recompute_val
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.placements.types import Placement
@@ -56,8 +57,7 @@ class Localizer:
             recompute_val(self.program, new)
             self.changed.add(new)
             inherit(new, node, NAME)
-            if placement is not None:
-                new.meta[PLACEMENT] = placement
+            mark(new, placement)
             return new
 
         return emit

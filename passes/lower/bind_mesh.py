@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.nodes import replace, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Builder, Phase, Program
 from megafx.ops import embedding_of_rank, shared_heads
 from megafx.ops.axes import AxisContext
@@ -44,8 +44,7 @@ def bind_mesh(program: Program, planner: Planner) -> int:
             if result not in node.all_input_nodes:
                 for key, value in node.meta.items():
                     result.meta.setdefault(key, value)
-            node.replace_all_uses_with(result)
-            program.graph.erase_node(node)
+            replace(node, result)
             changes += 1
     _own_results(program)
     program.gm.recompile()

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import megafx.kernels.activation.activation  # noqa: F401  registers the ops
-from megafx.ir.nodes import RESHAPES, behind, change_parts
+from megafx.ir.nodes import RESHAPES, behind, change_parts, replace
 from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.largest import giving_largest
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
@@ -62,8 +62,7 @@ def _fuse(found: fx.Node) -> bool:
         first = _item(producer, 0, made)
         producer.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
     largest = _item(producer, count, found.meta[VAL])
-    found.replace_all_uses_with(largest)
-    found.graph.erase_node(found)
+    replace(found, largest)
     return True
 
 
@@ -94,8 +93,7 @@ def _cast_again(cast: fx.Node) -> bool:
     made = (x, turned, _item(producer, 3, scale))
     items: list[Any] = list(cast.users)
     for item in items:
-        item.replace_all_uses_with(made[item.args[1]])
-        cast.graph.erase_node(item)
+        replace(item, made[item.args[1]])
     cast.graph.erase_node(cast)
     if not turned.users:
         cast.graph.erase_node(turned)

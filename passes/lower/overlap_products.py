@@ -31,7 +31,7 @@ from torch import fx
 
 from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
-from megafx.ir.nodes import COPIES, RESHAPES, between, readers_of, shows_operand, storage_of
+from megafx.ir.nodes import COPIES, RESHAPES, between, readers_of, replace, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module, new_call
 from megafx.kernels.common.op import writes_into
 from megafx.kernels.fp8.scaled_mm import mm as scaled_mm
@@ -229,8 +229,7 @@ class _Overlap:
 
     def _replace(self, start: fx.Node, wait: fx.Node, made: fx.Node) -> None:
         x: Any = start.args[0]
-        wait.replace_all_uses_with(made)
-        self.graph.erase_node(wait)
+        replace(wait, made)
         self.graph.erase_node(start)
         while not x.users and x.op == "call_function" and isinstance(x.args[0], fx.Node):
             dead, x = x, _before(x)

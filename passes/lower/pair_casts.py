@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from megafx.ir.nodes import change_parts
+from megafx.ir.nodes import change_parts, replace
 from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.quantize import amax, amax_both, quantize, quantize_both
 from megafx.planner.context import Planner
@@ -98,8 +98,7 @@ def _join_cast(node: fx.Node) -> bool:
     made = _call(node, quantize, (*node.args[:5], True, True), values)
     for old in (plain, turned):
         for item in [*old.users]:
-            item.replace_all_uses_with(_item(node, made, item.args[1]))  # type: ignore[arg-type]  # of a getitem: a number
-            node.graph.erase_node(item)
+            replace(item, _item(node, made, item.args[1]))  # type: ignore[arg-type]  # of a getitem: a number
         node.graph.erase_node(old)
     return True
 

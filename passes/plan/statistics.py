@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import argument, aten_ops, op_name
+from megafx.ir.nodes import argument, aten_ops, op_name, replace
 from megafx.ir.program import VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter
 
@@ -46,8 +46,7 @@ def spell_out_statistics(program: Program, over_rows: Callable[[fx.Node, Any], b
             made = _variance(build, node, sizes)
             if node.target in _DEVIATIONS:
                 made = _root(build, made)
-        node.replace_all_uses_with(made)
-        program.graph.erase_node(node)
+        replace(node, made)
         changes += 1
     return changes
 

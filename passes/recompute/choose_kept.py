@@ -134,7 +134,7 @@ def split_norms(program: Program) -> list[fx.Node]:
         summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))  # type: ignore[arg-type]
         statistics = [part for index, part in sorted(parts.items()) if index > 0]
         where = max(parts.values()).next
-        emit = lambda *call, where=where, normed=normed: new_call(where, *call, normed, NAME)  # noqa: E731
+        emit = lambda op, args, value, at=(where, normed): new_call(at[0], op, args, value, at[1], NAME)  # noqa: E731
         norm = emit(op, (total, *node.args[taken]), tuple(part.meta[VAL] for part in statistics))
         new = [norm]
         for index, part in parts.items():

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.kept import Kept, is_given, is_value
-from megafx.ir.nodes import in_backward, storage_of
+from megafx.ir.nodes import in_backward, mark, storage_of
 from megafx.ir.program import PLACEMENT, RECOMPUTE, VAL, Program, new_call
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.again import AGAIN
@@ -77,7 +77,6 @@ def _spread(program: Program, planner: Planner, value: fx.Node, dim: int) -> Non
     both = new_call(where, AGAIN, (value, back), value.meta[VAL], value, NAME)
     for node in (*ops.emitted[first:], both):
         node.meta[RECOMPUTE] = True
-    if PLACEMENT in value.meta:
-        both.meta[PLACEMENT] = value.meta[PLACEMENT]
+    mark(both, value.meta.get(PLACEMENT))
     for reader in readers:
         reader.replace_input_with(value, both)

@@ -161,7 +161,7 @@ _register(
     Record,
     lambda r: [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
     lambda r: (r.kind, r.names),
-    lambda values, of: Record(*of, tuple(values)),
+    lambda values, of: Record(of[0], of[1], tuple(values)),
 )
 _register(
     Updated,
