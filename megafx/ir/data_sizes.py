@@ -113,9 +113,7 @@ class DataShapeEnv(ShapeEnv):
         """Note what the trace relies on between sizes that data decides and others: the graph has to check it. masks: numbers
         of rows that masks select; what ops assume of these alone, they check themselves. Hints have to meet it, too."""
         asserts = [a.expr for each in self.deferred_runtime_asserts.values() for a in each]
-        found = [
-            super(DataShapeEnv, self).replace(e.xreplace(self._rows_of_slices)) for e in (*asserts, *self._demanded)
-        ]
+        found = [self._in_one(e.xreplace(self._rows_of_slices)) for e in (*asserts, *self._demanded)]
         self.relied_on = [
             e for e in dict.fromkeys(found) if self.of_data(e) and not ({*e.args} <= {*masks} or _says_not_negative(e))
         ]
@@ -214,6 +212,11 @@ class DataShapeEnv(ShapeEnv):
                 self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
 
+    def _in_one(self, relation: sympy.Basic) -> sympy.Basic:
+        """In the sizes that stand for equal ones; as it is where it is what makes a size a number, and so has to be checked."""
+        replaced = super().replace(relation)
+        return replaced if replaced.free_symbols else relation
+
     def make_one(self, equal: sympy.Eq) -> None:
         """Sizes that are found to be equal are one size from here on. Of rows * (s0 + 1) == rows * s1 torch solves for the
         largest symbol alone, and then knows nothing of s0 and s1."""
@@ -223,7 +226,7 @@ class DataShapeEnv(ShapeEnv):
                 while all(x.subs(size, 0) == 0 for x in (left, right)):
                     left, right = (sympy.expand(x / size) for x in (left, right))
         relation = sympy.Eq(left, right)
-        if isinstance(relation, sympy.Eq):
+        if isinstance(relation, sympy.Eq) and not (left.is_number or right.is_number):  # which would not be checked
             self._maybe_guard_rel(relation)
 
     def _constrain_range_for_size(self, a: sympy.Symbol, min: int | None = None, max: int | None = None) -> None:
