@@ -283,9 +283,9 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         return f"the call does not fit the model: {_first_line(message)}", "give forward the arguments that it takes"
     if message.startswith("Cannot access data pointer"):
         return (
-            "forward asks where a tensor's memory is (data_ptr, or code that takes a pointer), which a graph does not know",
-            "tell tensors apart by a name or a number that is passed on with them; put what computes by pointers into a "
-            "submodule, and leave that eager: Config(eager_modules=[...])",
+            "forward asks where a tensor's memory is (data_ptr, numpy, code that takes a pointer), which a graph does not know",
+            "tell tensors apart by a name or a number that is passed on with them, and keep as an array what is read as one; "
+            "put what computes by pointers into a submodule, and leave that eager: Config(eager_modules=[...])",
         )
     if _LEAF in message:
         return (

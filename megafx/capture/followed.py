@@ -211,11 +211,12 @@ class _Freezing:
 
 
 class _OutsideWrites(TorchFunctionMode):
-    """Calls written(x) before code writes in place into a tensor x that is not of the trace. Gives what is known of values."""
+    """Calls written(x) before code writes in place into a tensor x that is not of the trace, and read(x) where code takes its
+    values out of it. Gives what is known of values."""
 
-    def __init__(self, written: Callable[[Tensor], None], freezing: _Freezing) -> None:
+    def __init__(self, written: Callable[[Tensor], None], read: Callable[[Tensor], None], freezing: _Freezing) -> None:
         super().__init__()
-        self.written, self.freezing = written, freezing
+        self.written, self.read, self.freezing = written, read, freezing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -231,6 +232,8 @@ class _OutsideWrites(TorchFunctionMode):
             return made
         if (known := by_values(name, func, args, kwargs or {})) is not None:
             return known
+        if name in ("tolist", "numpy", "__array__") and type(args[0]) is Tensor and not args[0].is_inference():
+            self.read(args[0])
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
         statistics = _running_statistics(*args, **(kwargs or {})) if name == "batch_norm" else []
         for x in statistics or [target]:
@@ -366,7 +369,7 @@ class Trace:
             entering = {id(state[name]): place for name, place in followed.inputs.items()}
             with (
                 self.reads.recording(self._start),
-                _OutsideWrites(self._learn_write, freezing),
+                _OutsideWrites(self._learn_write, self._note_version, freezing),
                 self.memos.running(self.reads.model, entering),
             ):
                 yield
@@ -429,6 +432,9 @@ class Trace:
             self.learned = True
         if self.learned and self.reads.on:
             raise TraceAgain
+
+    def _note_version(self, x: Tensor) -> None:
+        self.numbers.decisions.append((lambda: x._version, x._version))
 
     def _learn_freezing(self) -> None:
         if self.layers is not None:

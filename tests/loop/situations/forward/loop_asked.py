@@ -201,3 +201,20 @@ def forward_initialises_a_weight_or_wants_a_gradient_of_its_argument(loop: Loop)
     model(x.requires_grad_()).square().mean().backward()
     loop.see(x=x.grad)
     loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/115774")
+def a_table_that_is_no_buffer_is_read_as_a_list(loop: Loop) -> None:
+    """And changed in place, or replaced."""
+    module = Asks(lambda linear, x: linear(x) * linear.table.tolist()[1])
+    module.linear.table = torch.tensor([1, 2, 3])
+    model, x = loop.model(module), torch.randn(3, 8)
+    for change in range(4):
+        if change == 1:
+            model.linear.table[1] = 9
+        if change == 3:
+            model.linear.table = torch.tensor([4, 5, 6])
+        output = model(x)
+        output.square().mean().backward()
+        loop.see(output=output)
+    loop.see_gradients(model)
