@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.errors import CaptureError, or_leave_eager
+from megafx.errors import CaptureError, in_part, or_leave_eager
 from megafx.ir.nodes import argument, aten_ops
 from megafx.ir.program import MADE_BY, VAL, Builder, Program, located
 from megafx.ir.sizes import SizeEmitter, size_sources
@@ -81,9 +81,8 @@ class Editor:
         what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
         fix = "compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())"
         where = located(maker) if maker else {}
-        return CaptureError(
-            f"{what} depends on the data of a tensor", fix=or_leave_eager(fix, where.get("module")), **where
-        )
+        found = f"{what} depends on the data of a tensor"
+        return in_part(CaptureError(found, fix=or_leave_eager(fix, where.get("module")), **where))
 
     def shape(self, value: torch.Tensor) -> list[int | fx.Node]:
         return [self.arg(n) for n in value.shape]

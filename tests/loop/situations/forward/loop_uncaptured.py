@@ -221,3 +221,40 @@ def parameters_are_filled_by_the_first_batch(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+class Curtails(nn.Module):
+    """Text embeddings of as many positions as the longest row of the mask has, whether text is longer or shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+
+    def forward(self, text: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(lengths.max().item())
+        text = text[:, :longest]
+        text = nn.functional.pad(text, (0, longest - text.shape[1]), value=0)
+        known = torch.arange(longest)[None] < lengths[:, None]
+        return self.table(text.masked_fill(~known, 0)).masked_fill(~known[..., None], 0.0)
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.up, self.down = Curtails(), nn.Linear(16, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        h = torch.cat([x, self.text(text, mask.sum(1))], -1)
+        return self.down(torch.relu(self.up(h))).square().mean()
+
+
+@situation("https://github.com/SWivid/F5-TTS/blob/main/src/f5_tts/model/backbones/dit.py")
+def text_is_cut_at_a_length_that_data_has(loop: Loop) -> None:
+    """How many positions a slice has, neither its start nor its end says: the module is left eager."""
+    model = loop.model(Speech())
+    for rows, length, words in ((2, 9, 5), (3, 7, 11)):
+        mask = torch.arange(length)[None] < torch.tensor([length, 4, length - 1])[:rows, None]
+        loss = model(torch.randn(rows, length, 8), torch.randint(12, (rows, words)), mask)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
