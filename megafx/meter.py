@@ -33,7 +33,7 @@ class Meter:
                 found, fix="megafx.Meter(megafx.parallelize(model, ...)); stages of a pipeline have no meter"
             )
         if every < 1:
-            raise UsageError(f"every={every}", fix="the steps between two results: at least 1")
+            raise UsageError(f"every={every} steps between two results of a meter", fix="every=1, or more")
         self.every = every
         self.start()
 

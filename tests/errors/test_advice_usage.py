@@ -47,6 +47,18 @@ def ours(config: Config = ONE, p: float = 0.0, **options: Any) -> Any:
     return megafx.parallelize(net(p), config, **options)
 
 
+def test_a_meter() -> None:
+    model = nn.Linear(8, 2)
+    with refused("<__name__> is not parallelized"):
+        megafx.Meter(model)
+    model = megafx.parallelize(model, Config(tensor_model_parallel_size=1))
+    with refused("every=<every>"):
+        megafx.Meter(model, every=0)
+    meter = megafx.Meter(model, every=1)
+    model(torch.randn(3, 8)).sum().backward()
+    assert meter.step(tokens=3)
+
+
 def test_reports_and_plans(tmp_path: Path) -> None:
     two = Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
     with refused("<__name__> is not parallelized"):
