@@ -11,6 +11,7 @@ is a chain of two experts. They are walked in step, from what they add backward:
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class Refused(Exception):
     """Says why."""
 
 
-class InStep:
+class InStep(ABC):
     """The experts of a chain, whose values are given as tuples with one of each. places: of each, where its mask is true.
     build: makes nodes before the last sum of the chain. known: what has been made once for all experts.
 
@@ -199,21 +200,21 @@ class InStep:
             source = mark(self.build(aten.select.int, source, 0, 0), without_first(source))
         return self.of_rows(source, columns) if is_one(sources) else self.of_each(sources, columns)
 
+    @abstractmethod
     def of_rows(self, value: fx.Node, columns: list[tuple[Any, ...]]) -> fx.Node:
         """What each row of all experts has of a value, whose first dims these columns index. Raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_each(self, values: tuple[fx.Node, ...], columns: list[tuple[Any, ...]]) -> fx.Node:
         """The same of a value of each expert."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stacked(self, values: tuple[Any, ...]) -> fx.Node:
         """Weights [n, k] -> [experts, n, k], biases [n] -> [experts, n]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expert(self) -> fx.Node:
         """int64 [rows]: the expert of each, in the order of the rows that are computed."""
-        raise NotImplementedError
 
     # -- what is alike of the experts
 

@@ -3,7 +3,7 @@
 Before:  %3 = stack([%a, %b])                                  # [n, k] each
 After:   %3 = view(join_parameters([%a, %b]), [2, n, k])
 Legal because: rows of the one follow rows of the other either way. The stack stays, and is a copy, where a parameter is read
-elsewhere, is tied or frozen, or where data-parallel ranks share parameters whose memory would have gaps.
+elsewhere, is tied or frozen, where dtypes differ, or where data-parallel ranks share parameters whose memory would have gaps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def join_stacks(program: Program, planner: Planner) -> int:
         if dim != 0 or why_not_one(parts, parameters, planner.wants_grad) or not parts[0].meta[VAL].dim():
             continue
         placement = placed_together(parts, 0, planner.t)
-        if placement is None or leaves_gaps(parts, planner.data, planner.t):
+        kinds = {(x.meta[VAL].dtype, x.meta[VAL].device) for x in parts}  # a stack may promote dtypes
+        if placement is None or len(kinds) > 1 or leaves_gaps(parts, planner.data, planner.t):
             continue
         build: Any = Builder(program, node, node, NAME)
         whole = mark(build(ops.join_parameters.default, parts), placement)

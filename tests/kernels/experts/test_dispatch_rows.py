@@ -155,7 +155,7 @@ def test_as_the_simulator_says_of_several_ranks(together: Any, ranks: int, exper
         def call(op: Any, *args: Any) -> torch.Tensor:
             made = computes(op)(*args)  # type: ignore[misc]  # they are ops of ours
             calls.append((op, args, made))
-            return made  # type: ignore[no-any-return]
+            return made  # type: ignore[no-any-return]  # a Tensor
 
         mine = ids[rank]
         order, ends = ops.group_order(mine, experts), ops.group_ends(mine, experts)
@@ -192,7 +192,7 @@ class Launches(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         with self:
             if func.namespace == "megafx" and name != "sum_rows":
-                return computes(func)(*args)  # type: ignore[misc]
+                return computes(func)(*args)  # type: ignore[misc]  # an op of ours
             made = func.decompose(*args, **(kwargs or {}))
         if made is not NotImplemented:
             return made

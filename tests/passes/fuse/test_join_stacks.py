@@ -48,5 +48,6 @@ def test_what_stays_a_copy() -> None:
     assert stays(lambda a, b: aten.stack([a, b], 1), **two)
     assert stays(lambda a, b: (aten.stack([a, b]), aten.neg(a)), **two)  # a is read elsewhere
     assert stays(lambda a, b: aten.stack([a, aten.neg(b)]), **two)
+    assert stays(lambda a, b: aten.stack([a, b]), a="param f64[n=6] R@tp", b="param f32[n=6] R@tp")
     frozen = graph(lambda a, b: aten.stack([a, b]), local=True, out="R@tp", **two)
     assert any(n.target is aten.stack.default for n in joined(frozen, lambda spec: spec.name == "a").graph.nodes)

@@ -197,4 +197,4 @@ class Scales(nn.Module):
         self.up, self.scale, self.down, self.scripted = nn.Linear(7, 12), nn.Linear(7, 12), nn.Linear(12, 5), [scripted]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.scripted[0](self.up(x), self.scale(x)))  # type: ignore[no-any-return]
+        return self.down(self.scripted[0](self.up(x), self.scale(x)))  # type: ignore[no-any-return]  # of torch.jit
