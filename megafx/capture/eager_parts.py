@@ -358,12 +358,11 @@ class _Constants(Values):
         node = self._node_of(tensor)
         behind, todo = {node: None}, [node]
         while todo:
-            for each in (todo.pop(),):
-                if not _follows(each):
-                    raise _Unknown
-                new = [] if isinstance(each.meta.get(VAL), SymTypes) else each.all_input_nodes
-                todo += [x for x in new if x not in behind]
-                behind |= dict.fromkeys(new)
+            if not _follows(each := todo.pop()):
+                raise _Unknown
+            new = [] if isinstance(each.meta.get(VAL), SymTypes) else each.all_input_nodes
+            todo += [x for x in new if x not in behind]
+            behind |= dict.fromkeys(new)
         held = {storage_of(x) for x in behind}
         written = (x for x in self.tracer.graph.nodes if writes(x) and x.target is not _DETACH)
         if any(not held.isdisjoint(map(storage_of, x.all_input_nodes)) for x in written):
