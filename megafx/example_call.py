@@ -86,7 +86,10 @@ class ExampleCall:
         CaptureError."""
         refuse_quantised(self.model, ranks or self.t)
         loss = {"loss_fn": self.loss_fn, "loss_inputs": self.loss_inputs}
-        return self.uncaptured.capture(self.args, self.kwargs, data_ranks=data_ranks, **loss)
+        program = self.uncaptured.capture(self.args, self.kwargs, data_ranks=data_ranks, **loss)
+        if not self.given and "batch" in program.sizes.symbols:
+            program.sizes.of_call[program.sizes.symbols["batch"]] = 1  # nobody has given a batch: one row is priced
+        return program
 
     def wants_grad(self) -> Callable[[Input], bool]:
         """Of every parameter, and of the inputs that require one."""

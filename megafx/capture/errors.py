@@ -47,7 +47,8 @@ _COUNT = (
 _COUNTS = ("len(", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
 _ANY = (
     "a Python decision (`if`, `while`, `assert`) depends on whether an element of a tensor is true (`.any()`)",
-    "do not ask: code on zero rows contributes nothing, and a mask in which nothing is true changes nothing",
+    "do not ask: code on zero rows contributes nothing, and a mask in which nothing is true changes nothing; or select the "
+    "rows and ask by `rows.numel() == 0` whether there are any",
 )
 _LOOP = (
     "a Python loop runs over a tensor whose length the data decides",

@@ -282,7 +282,7 @@ def test_a_model_that_does_not_fit_trains_with_fit(tmp_path: Path) -> None:
 
 
 def test_a_budget_brings_the_peak_down() -> None:
-    made = Case.of("nanogpt", layers=2, embd=64).compile(1)
+    made = Case.of("nanogpt", layers=2, embd=64).compile(1, micro_batch_size=16)
     peaks = []
     for tenths in (10, 8, 6, 4):
         program, planner = made.program.copy(), copy.copy(made.planner)

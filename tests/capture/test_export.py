@@ -314,7 +314,7 @@ def test_condition_between_inputs_that_the_hints_do_not_meet() -> None:
     program = capture_call(Lambda(fn), call)
     assert program.call is not None and "neg" in text(program)
     assert program.call.mismatch(call) is None
-    assert "the trace assumed" in str(program.call.mismatch((call[2], *call[1:])))
+    assert "the trace assumed" in str(program.call.mismatch((call[2].clone(), *call[1:])))
 
 
 def test_asserted_length_becomes_a_bound() -> None:
