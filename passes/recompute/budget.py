@@ -102,7 +102,10 @@ class Spender:
         self.dropped: list[fx.Node] = []
 
     def spend(self, promise: int) -> list[fx.Node]:
-        """The nodes that backward makes again so that at most `promise` bytes are kept. Raises PlanError if none suffice."""
+        """The nodes that backward recomputes so that at most `promise` bytes are kept.
+
+        Where none suffice, a budget in bytes raises PlanError; of a fraction, as much as there can be is met, with a note.
+        """
         size = 1
         while self.total > promise:
             while self._spend(promise, size if size < self.count else 0):
@@ -117,12 +120,15 @@ class Spender:
             self.total -= bytes_of(self.program, node)
         if self.total > promise:
             worst = max(self.kept.saved, key=lambda n: bytes_of(self.program, n))
-            raise PlanError(
-                f"activation_memory_budget={self.planner.config.activation_memory_budget!r} is {promise:,} bytes at the sizes "
-                f"that are priced, but backward needs {self.total:,} that cannot be made again",
-                fix=f"a budget of at least {self.total:,} bytes; the largest value that must stay is %{worst.name}",
-                module=fqn_of(worst),
+            budget = self.planner.config.activation_memory_budget
+            found = (
+                f"activation_memory_budget={budget!r} is {promise:,} bytes at the sizes that are priced, but backward needs "
+                f"{self.total:,} that cannot be recomputed"
             )
+            if isinstance(budget, int) or self.planner.fits:
+                fix = f"a budget of at least {self.total:,} bytes; the largest value that must stay is %{worst.name}"
+                raise PlanError(found, fix=fix, module=fqn_of(worst))
+            self.program.note(NAME, f"{found}: they are kept, the largest here", worst)
         return self.dropped
 
     def _spend(self, promise: int, size: int) -> bool:

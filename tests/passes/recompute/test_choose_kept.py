@@ -333,10 +333,13 @@ def test_a_budget_below_what_must_stay_is_an_error_with_the_least() -> None:
     own = Case(model, lambda b, s: {"x": x}, capture_call(model, (), {"x": x}))
     made = own.compile(1)
     with pytest.raises(PlanError, match=r"a budget of at least ([\d,]+) bytes; the largest .* is %tanh_1") as error:
-        chosen(made, activation_memory_budget=0.0)
+        chosen(made, activation_memory_budget=2)
     least = int(re.findall(r"of at least ([\d,]+) bytes", str(error.value))[0].replace(",", ""))
     found = chosen(made, activation_memory_budget=least)
     assert outcome(found).kept == least
+    asked_for_none = chosen(made, activation_memory_budget=0.0)
+    assert outcome(asked_for_none).kept == least
+    assert any(f"{least:,} that cannot be recomputed" in note.message for note in asked_for_none.program.notes)
     assert differing_small(own.run(found, {"x": x}), own.run(made, {"x": x}))
 
 
