@@ -2,10 +2,12 @@
 
 if not x.is_contiguous():       # answered by the call's own tensor, and a graph serves calls with the same answer alone
 if x.is_leaf:                   # or x.grad_fn is None: the same
+if id(x) not in self.seen:      # a graph serves calls with this very tensor
 """
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,22 +19,28 @@ from torch._subclasses import FakeTensor
 from megafx.capture.code_names import is_looked_at
 from megafx.errors import CaptureError
 from megafx.ir.call_spec import ANSWERS
+from megafx.ir.python_state import FIRST_ADDRESS
 from megafx.ir.source_lines import current_user_line
 
 _WHY = "how an argument lies in memory, and how it was computed, is a matter of the call's own tensor"
 
 
 class Asked:
-    """real: the tensors of a call, by name. asked: of those, question (`ANSWERS`) -> the answer that the model's code got."""
+    """real: the tensors of a call, by name. asked: of those, question (`ANSWERS`) -> the answer that the model's code got.
+    model: whose parameters and buffers are in the trace under other addresses."""
 
-    def __init__(self, real: Mapping[str, Tensor] | None = None) -> None:
-        self.real = real or {}
+    def __init__(self, model: nn.Module, real: Mapping[str, Tensor] | None = None) -> None:
+        self.model, self.real = model, real or {}
+        self.own, self.addresses = _tensors_of(model), dict[int, int]()
+        self.addressed = 0  # how often code has asked for the address of a tensor or a module
         self.names: dict[int, str] = {}
         self.asked: dict[str, dict[str, Any]] = {}
 
     def begin(self, traced: Mapping[str, Tensor]) -> None:
         """Of a trace. traced: its inputs."""
         self.names = {id(x): name for name, x in traced.items() if name in self.real}
+        of_fakes = zip(_tensors_of(self.model), self.own, strict=True)
+        self.addresses = {id(fake): getattr(own, FIRST_ADDRESS, id(own)) for fake, own in of_fakes}
         self.asked.clear()
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[[Any], Any], str]]:
@@ -43,6 +51,7 @@ class Asked:
         yield Tensor, "grad_fn", lambda old: property(self._answering("grad_fn")), _WHY
         yield Tensor, "_version", lambda old: property(self._version), _WHY
         yield Tensor, "grad", lambda old: property(self._gradient, self._set_gradient), _WHY
+        yield builtins, "id", self._id, "the address of a tensor of a trace is nothing that code could find again"
 
     def _name(self, x: Tensor, frames: int) -> str | None:
         """Of an argument of which code of the model asks, that many frames away."""
@@ -86,6 +95,20 @@ class Asked:
             found = f"forward {does} of a parameter or an argument, which a graph does not have"
             raise CaptureError(found, source=current_user_line(), fix=fix)
 
+    def _id(self, old: Callable[[Any], int]) -> Callable[[Any], int]:
+        def address(x: Any) -> int:
+            known = issubclass(type(x), (FakeTensor, nn.Module))
+            if not known or not is_looked_at(sys._getframe(2).f_code.co_filename):
+                return old(x)
+            self.addressed += 1
+            name = self.names.get(old(x))
+            if name is None:
+                return self.addresses.get(old(x), old(x))
+            self._answer(name, "id")
+            return old(self.real[name])
+
+        return address
+
     def _is_contiguous(self, old: Callable[..., bool]) -> Callable[..., bool]:
         def is_contiguous(x: Tensor, *args: Any, **kwargs: Any) -> bool:
             if args or kwargs or (name := self._name(x, 2)) is None:  # behind _here_alone
@@ -108,3 +131,11 @@ class Asked:
             return old(x, *args, **kwargs)
 
         return stride
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, as often as they have names."""
+    return [
+        *dict(model.named_parameters(remove_duplicate=False)).values(),
+        *dict(model.named_buffers(remove_duplicate=False)).values(),
+    ]

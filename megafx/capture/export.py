@@ -443,7 +443,7 @@ class _Capture:
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.unhooked = unhooked
         real = {n: x for n, x in self.leaves if type(x) is torch.Tensor}
-        self.trace.reads.asked = Asked(real)
+        self.trace.reads.asked = Asked(model, real)
         order = self.root.order
         self.trace.reads.clock = lambda: order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)

@@ -6,8 +6,8 @@ Legal because: a trace is decided by what code reads. A later layer is of the sa
 read (reads.py) is the same there and now, and its inputs have the same form. What it would read is noted as if it had run.
 
 A layer that does more than compute is traced like all other code: it writes into tensors or attributes, asks data, switches
-gradients or autocast, or leaves notes. Where a trace shows at its end that something else was written (an item of a list, a
-global), `Followed.learn` has the model traced once more, without copies.
+gradients or autocast, leaves notes, or may ask which layer it is (`id(self)`, `self is FIRST`). Where a trace shows at its end
+that something else was written (an item of a list, a global), `Followed.learn` has the model traced once more, without copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megafx.capture.hooks import HOOK_TABLES
 from megafx.capture.quick_fakes import QuickFakeTensorMode, expressions
 from megafx.capture.reads import TABLES, Reads
 from megafx.ir.program import VAL
-from megafx.ir.python_state import ABSENT, PLAIN, Place, PythonState, parts_of, same, snapshot
+from megafx.ir.python_state import ABSENT, PLAIN, Container, Place, PythonState, parts_of, same, snapshot
 from megafx.kernels.common.op import is_composite, is_kernel
 
 _KINDS = 4  # of layers in one list, which may take turns
@@ -180,10 +180,12 @@ class LikeLayers:
     def __init__(self, reads: Reads, notes: Sequence[str]) -> None:
         self.reads, self.notes, self.copied = reads, notes, 0
         self.traces: dict[int, list[_Trace]] = defaultdict(list)
+        self.inside: set[nn.Module] = set()  # all layers, and what is in them
         self.bordered: Collection[nn.Module] = ()
 
     def call_for(self, layer: nn.Module, group: int, original: Callable[..., Any]) -> Callable[..., Any]:
         """In place of the layer's `_call_impl`."""
+        self.inside.update(layer.modules())
 
         def call(*args: Any, **kwargs: Any) -> Any:
             mode, known = get_proxy_mode(), self.traces[group]
@@ -214,13 +216,17 @@ class LikeLayers:
         new = [*itertools.takewhile(lambda n: n is not last, reversed(nodes))][::-1]
         if (*self._done(), call.versions) != before or call.context != _context():
             return output, None
-        if not all(_computes(n, call.region) for n in new) or any(name == "__dict__" for _, name in read):
+        around = {id(m) for m in self.reads.model.modules() if call.layer in m.children()}
+        whole = any(name == "__dict__" or id(owner) in around for owner, name, _ in read.values())
+        if whole or not all(_computes(n, call.region) for n in new):
             return output, None
         leaves, spec = pytree.tree_flatten(output)
         out = [_result(leaf, call, {*new}) for leaf in leaves]
         if any(each is None for each in out):
             return output, None
         guards = self.reads.guards(frozenset())
+        if any(_names(value, self.inside) for _, value in guards):
+            return output, None
         for owner, name, _ in read.values():
             place = Place(vars(owner) if hasattr(owner, "__dict__") else owner, name, name)
             guards.append((place, snapshot(place.get())))
@@ -228,7 +234,14 @@ class LikeLayers:
 
     def _done(self) -> tuple[int, ...]:
         """What does not change while a layer only computes."""
-        return len(self.reads.written), len(self.notes), self.reads.clock()
+        return len(self.reads.written), len(self.notes), self.reads.clock(), self.reads.asked.addressed
+
+
+def _names(value: Any, modules: Collection[nn.Module]) -> bool:
+    """True if one of the modules is a key or a part of a snapshot: `TABLE[self]`, `self is FIRST`."""
+    if isinstance(value, Container):
+        return any(_names(x, modules) for pair in value.parts.items() for x in pair)
+    return isinstance(value, nn.Module) and value in modules
 
 
 def _is_value(argument: Any) -> bool:

@@ -108,7 +108,7 @@ class Reads:
         self.left: Callable[[], dict[str, Any]] = dict  # what forward has written so far (followed.py)
         self.set_later: dict[tuple[int, str], tuple[str, str]] = {}  # attributes that code which is left eager sets
         self.warned: list[Warned] = []
-        self.asked = Asked()
+        self.asked = Asked(model)
         self.unhooked: Collection[nn.Module] = ()  # modules whose own hooks the caller runs
         self.memos: Memos | None = None  # calls of functions with functools.lru_cache
         self.hidden: list[Any] = []  # those that code finds at a place where nothing can be put

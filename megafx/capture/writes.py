@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
@@ -214,6 +215,12 @@ class Writes:
         line = self._line(place)
         if isinstance(value, dict):
             held = items_of(value)
+            if any(isinstance(key, FakeTensor) for key in held):
+                raise CaptureError(
+                    f"forward keeps a tensor as a key of '{place.name}': a graph does not know which tensor that is",
+                    source=line,
+                    fix="take id(tensor) as the key",
+                )
             if any(isinstance(key, torch.SymInt) for key in held):  # a size: this graph's is fixed
                 held = {int(k) if isinstance(k, torch.SymInt) else k: v for k, v in held.items()}
                 put_items(value, held)
@@ -224,7 +231,8 @@ class Writes:
                         self.dicts[place.name] = place
                     yield change
             order = [*(key for key in old if key in held), *(key for key in held if key not in old)]
-            if order != [*held]:  # of items that were moved, or taken out and put back
+            # of items that were moved, or taken out and put back, or are the only ones
+            if order != [*held] or getattr(value, "cleared", False):
                 yield Place(OrderOf(place), "keys", f"order of {place.name}", line), (*held,), False
         elif isinstance(value, deque):
             items, before = [*value], [*old]
@@ -420,12 +428,17 @@ class WatchedDict(dict[Any, Any]):
         super().__init__(items)
         self.read: set[Any] = set()
         self.written: set[Any] = set()
-        self.read_whole = False
+        self.read_whole = self.cleared = False
         self.on = True  # while forward runs
 
     def note(self, key: Any) -> None:
-        if self.on and key not in self.written:
+        if self.on and not self.cleared and key not in self.written:
             self.read.add(key)
+
+    def clear(self) -> None:
+        """What earlier calls left is of no importance any more."""
+        super().clear()
+        self.cleared |= self.on
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.written.add(key)
@@ -533,7 +546,7 @@ def _reads_dict(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def method(self: WatchedDict, *args: Any) -> Any:
-        self.read_whole |= self.on
+        self.read_whole |= self.on and not self.cleared
         return plain(self, *args)
 
     return method

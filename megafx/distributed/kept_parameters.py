@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafx.distributed.tensor import WholeParameter
-from megafx.ir.python_state import REPLACED_BY
+from megafx.ir.python_state import FIRST_ADDRESS, REPLACED_BY
 
 _OWN = ("__dict__", "__torch_function__", REPLACED_BY)
 _WITH_PARAMETER = "_post_accumulate_grad_hooks"
@@ -69,6 +69,7 @@ def stand_in(parameter: Tensor, other: nn.Parameter) -> None:
     parameter.grad, parameter.data = None, parameter.new_empty(0)
     vars(parameter).clear()
     vars(parameter)[REPLACED_BY] = other
+    vars(other)[FIRST_ADDRESS] = id(parameter)
     parameter.__class__ = _KeptWhole if isinstance(parameter, WholeParameter) else _KeptParameter
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import operator
 import re
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -45,11 +46,28 @@ def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
     return {i: at for i, x in places if (at := first.setdefault(id(x), i)) != i}
 
 
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """A tensor itself, without keeping it: equal to that of the same one while it is there, as its address may be another's."""
+
+    of: weakref.ReferenceType[torch.Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.of() is other.of() is not None
+
+    def __hash__(self) -> int:
+        return hash(Identity)
+
+    def __repr__(self) -> str:
+        return "that of one tensor"
+
+
 # What code may ask of a tensor, beside its shape and dtype.
 ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "is_contiguous": lambda x: x.is_contiguous(),
     "is_leaf": lambda x: x.is_leaf,
     "grad_fn": lambda x: None if x.grad_fn is None else type(x.grad_fn).__name__,
+    "id": lambda x: Identity(weakref.ref(x)),
 }
 
 

@@ -47,6 +47,7 @@ ARRAYS = (np.ndarray, bytearray, array.array)
 BUFFERS = (*ARRAYS, _OF_C)  # compared by their bytes
 SEQUENCES = (list, tuple, deque)
 REPLACED_BY = "_megafx_replaced_by"  # attribute of a parameter: the one that the model has in its place
+FIRST_ADDRESS = "_megafx_first_address"  # attribute of a parameter: id() of the one that the user has made
 OF_PARAMETERS = "_megafx_of_parameters"  # attribute of a tensor
 _left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
@@ -246,8 +247,12 @@ def unchanged(places: Iterable[Place]) -> Iterator[None]:
 
 
 def part_name(name: str, value: Any, key: Any) -> str:
-    """The name of a part: 'scaling['default']', 'options.scale'."""
-    return f"{name}.{key}" if has_attributes_for_parts(value) else f"{name}[{key!r}]"
+    """The name of a part: 'scaling['default']', 'options.scale', 'table[Linear #1]'."""
+    if has_attributes_for_parts(value):
+        return f"{name}.{key}"
+    if isinstance(key, torch.nn.Module):  # its text is that of all that is in it
+        return f"{name}[{type(key).__name__} #{next((i for i, x in enumerate(value) if x is key), None)}]"
+    return f"{name}[{key!r}]"
 
 
 def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -> Any:

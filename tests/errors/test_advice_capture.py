@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.fn, self.seen, self.limit = fn, [], 0
+        self.fn, self.seen, self.memo, self.limit = fn, [], {}, 0
         self.lin, self.table = nn.Linear(4, 4), nn.Embedding(4, 4)
         self.register_buffer("buffer", torch.zeros(4))
 
@@ -217,6 +217,11 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "forward extends the list '<name>' and reads it",
         lambda m, x: (m.seen.append(x.sum()), m.lin(x) * m.seen[0])[1],
         lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
+    ),
+    "a tensor as a key": (
+        "forward keeps a tensor as a key of '<name>': a graph does not know which tensor that is",
+        lambda m, x: m.memo.setdefault(x, 2.0) * m.lin(x),
+        lambda m, x: m.memo.setdefault(id(x), 2.0) * m.lin(x),
     ),
     "an object that is written": (
         "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
