@@ -1,8 +1,8 @@
 """`megafx.pipeline`: a training step over stages of the model, each on ranks of its own.
 
 The call is captured whole and cut into stages (compiler/cut_stages.py). Each stage's graph is compiled as that of any model:
-for tensor-parallel ranks inside of the stage, with data-parallel ones beside it. Schedules and messages are those of
-torch.distributed.pipelining. A rank holds the parameters of its stages, under the names that the whole model has for them.
+for tensor-parallel ranks inside of the stage, with context- and data-parallel ones beside it. Schedules and messages are those
+of torch.distributed.pipelining. A rank holds the parameters of its stages, under the names that the whole model has for them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from megafx.compiler.captured import Uncaptured
-from megafx.compiler.cut_stages import FORM, Cut, StageGraph, Whole, bound_shape, cut_program, share_out, total_of
+from megafx.compiler.cut_stages import (
+    FORM,
+    RECEIVED,
+    Cut,
+    StageGraph,
+    Whole,
+    bound_shape,
+    cut_program,
+    share_out,
+    total_of,
+)
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others, wait_at_exit
-from megafx.distributed.mesh import Meshes, dims_of, join_the_job, make_meshes, world_mesh
+from megafx.distributed.mesh import DATA_DIMS, Meshes, dims_of, join_the_job, make_meshes, world_mesh
 from megafx.distributed.parameters import device_of, parameter_slots
 from megafx.distributed.tensor import local_of
 from megafx.errors import AgreementError, MegafxError, UsageError
@@ -36,7 +46,7 @@ from megafx.ir.call_spec import ambient_autocast, call_tree, leaf_name
 from megafx.ir.program import VAL, Program
 from megafx.meanwhile import in_modes, meanwhile
 from megafx.ops.axes import microbatch
-from megafx.placements.data_axis import BATCH_AXIS, PIPELINE_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import PIPELINE_AXIS, TENSOR_AXIS, DataAxis
 from megafx.planner.context import Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.progress import stage
@@ -63,10 +73,11 @@ def pipeline(
 ) -> Pipeline:
     """This rank's stages of the model. `step` of what is returned trains on a batch; its parameters go to an optimizer.
 
-    Collective over the ranks of `mesh`, whose dims are named 'pp', then 'dp' and 'tp' where there are such; default: the world,
-    pipeline ranks outermost. stages: how many, cut so that the slowest is as fast as it can be; or the paths of the modules
-    with which stages begin, but for the first. There is one a rank of 'pp', or several with schedule "Interleaved1F1B"; the
-    others are "GPipe" and "1F1B". microbatches: into how many parts of equal rows `step` cuts a rank's batch.
+    Collective over the ranks of `mesh`, whose dims are named 'pp', then 'dp', 'ep', 'cp' and 'tp' where there are such;
+    default: the world, pipeline ranks outermost. stages: how many, cut so that the slowest is as fast as it can be; or the
+    paths of the modules with which stages begin, but for the first. There is one a rank of 'pp', or several with schedule
+    "Interleaved1F1B"; the others are "GPipe" and "1F1B". microbatches: into how many parts of equal rows `step` cuts a rank's
+    batch.
     example_inputs, loss_fn: as in `parallelize`; a model that is not Hugging Face's needs an example. The model's parameters
     move to the stages: it is left on the meta device.
 
@@ -84,25 +95,25 @@ def pipeline(
 
 
 def _mesh(mesh: DeviceMesh | None, config: Config, device: torch.device) -> tuple[DeviceMesh, Config]:
-    """The ranks by dims pp, dp (or dp_replicate and dp_shard) and tp, and the config with their sizes."""
+    """The ranks by dims pp, then those of `dims_of`, and the config with the sizes of dp and tp."""
     wait_at_exit()
     if mesh is None:
         join_the_job(None, config.data_parallel_size or 1, device)
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
-        if world % (t * d) or world == t * d:
+        t, c, d = config.tensor_model_parallel_size or 1, config.context_parallel_size, config.data_parallel_size or 1
+        if world % (t * c * d) or world == t * c * d:
             raise AgreementError(
-                f"a pipeline of tensor_model_parallel_size={t} and data_parallel_size={d} on {world} ranks",
+                f"a pipeline of tensor_model_parallel_size={t}, context_parallel_size={c} and data_parallel_size={d} "
+                f"on {world} ranks",
                 fix="start torch.distributed (torchrun, dist.init_process_group) with stages x data_parallel_size x "
-                "tensor_model_parallel_size ranks",
+                "context_parallel_size x tensor_model_parallel_size ranks",
             )
-        mesh = world_mesh(device, {PIPELINE_AXIS: world // (t * d)} | dims_of(config, t))
+        mesh = world_mesh(device, {PIPELINE_AXIS: world // (t * c * d)} | dims_of(config, t))
     names = mesh.mesh_dim_names or ()
     if PIPELINE_AXIS not in names or mesh[PIPELINE_AXIS].size() < 2:
         what = f"mesh {mesh} has no dim '{PIPELINE_AXIS}' of at least two ranks"
         raise AgreementError(what, fix=f"name its first dim '{PIPELINE_AXIS}', and the others 'dp' and '{TENSOR_AXIS}'")
-    data_names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in names]
-    data_size = math.prod(mesh[name].size() for name in data_names)
+    data_size = math.prod(mesh[name].size() for name in DATA_DIMS if name in names)
     tensor = mesh[TENSOR_AXIS].size() if TENSOR_AXIS in names else 1
     for option, size in (("tensor_model_parallel_size", tensor), ("data_parallel_size", data_size)):
         if getattr(config, option) not in (None, size):
@@ -134,10 +145,10 @@ class Pipeline(nn.Module):
     def step(self, *args: Any, loss_inputs: Mapping[str, Any] | None = None, **kwargs: Any) -> torch.Tensor:
         """The loss of this batch (0-d, the same on every stage), with its gradients added to `.grad` of the parameters.
 
-        The call is one of the whole model, on every rank: the ranks of a pipeline and of a tensor-parallel group give the same
-        batch, data-parallel ranks their own rows. Without gradients (torch.no_grad) it is forward alone. loss_inputs: for
-        loss_fn. Raises UsageError where micro-batches do not divide the rows, CaptureError and PlanError for a new kind of
-        call.
+        The call is one of the whole model, on every rank: the ranks of a pipeline, of a tensor-parallel group and of one
+        sequence give the same batch, data-parallel ranks their own rows. Without gradients (torch.no_grad) it is forward alone.
+        loss_inputs: for loss_fn. Raises UsageError where micro-batches do not divide the rows, CaptureError and PlanError for a
+        new kind of call.
         """
         return self._pipe.step(args, kwargs, loss_inputs)
 
@@ -262,6 +273,7 @@ class _Maker:
         runtime.settled.plan = replace(plan, params={n: p for n, p in plan.params.items() if n in mine})
         names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         runtime.elsewhere = frozenset(names - mine)
+        runtime.received = RECEIVED if self.config.context_parallel_size > 1 else ""
         runtime.borrowed = frozenset(n for n, _ in pipe.named_buffers() if (self.cut.of(n) or 0) % ranks != here)
         make_parallel(runtime)
         runtime._adopt(runtime.settled.plan.params)
@@ -433,7 +445,7 @@ class _Run:
         for i, total in enumerate(form.whole.totals if taken else ()):
             summands = torch.stack([total_of(total, {**stored, **part}) for part in parts])
             whole = summands.sum(0, dtype=summands.dtype)
-            if (batch := self.runtime.meshes.batch) is not None:
+            if (batch := self.runtime.meshes.rows) is not None:
                 dist.all_reduce(whole, group=batch)
             for part in parts:
                 part[f"total[{i}]"] = whole

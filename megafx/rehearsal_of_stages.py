@@ -59,14 +59,19 @@ def proposed(
     kind, config = schedule_of(schedule), with_stages(config, microbatches)
     count = stages if isinstance(stages, int) else len(stages) + 1
     t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size
+    inner = t * config.context_parallel_size
     if world is None:
-        world = count * t * (d or 1)
+        world = count * inner * (d or 1)
     if d is None:
-        d = 1 if several_stages(kind) else max(world // (t * count), 1)
+        d = 1 if several_stages(kind) else max(world // (inner * count), 1)
         config = config.replace(data_parallel_size=d)
-    ranks = world // (t * d)
-    if ranks < 2 or ranks * t * d != world:
-        found = f"{world} ranks are no pipeline of tensor_model_parallel_size={t} and data_parallel_size={d}"
+    ranks = world // (inner * d)
+    if ranks < 2 or ranks * inner * d != world:
+        c = config.context_parallel_size
+        found = (
+            f"{world} ranks are no pipeline of tensor_model_parallel_size={t}, context_parallel_size={c} "
+            f"and data_parallel_size={d}"
+        )
         raise ConfigError(found, fix="give a multiple of their product, of at least two pipeline ranks")
     return config, Proposal(stages, microbatches, kind, ranks), world
 

@@ -46,10 +46,9 @@ def several_stages(kind: Any) -> bool:
 
 def with_stages(config: Config, microbatches: int) -> Config:
     """The config that stages are compiled with. Raises ConfigError for options that do not go together with stages."""
-    for name, allowed in (("context_parallel_size", 1), ("expert_model_parallel_size", 1), ("cuda_graphs", False)):
-        if getattr(config, name) not in (allowed, "auto"):
-            what = f"{name}={getattr(config, name)!r} does not go together with a pipeline"
-            raise ConfigError(what, fix=f"Config({name}={allowed}), or megafx.parallelize without stages")
+    if config.cuda_graphs not in (False, "auto"):
+        what = f"cuda_graphs={config.cuda_graphs!r} does not go together with a pipeline"
+        raise ConfigError(what, fix="Config(cuda_graphs=False), or megafx.parallelize without stages")
     if config.activation_memory_budget == FIT:
         raise ConfigError(
             "activation_memory_budget='fit' would fit one micro-batch of a pipeline, of which a schedule keeps several",

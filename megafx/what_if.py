@@ -338,14 +338,14 @@ class _Search:
 
     def _splits(self, config: Config, parts: int) -> Iterator[tuple[Config, Split]]:
         """The config with fewer data-parallel ranks, for pipelines beyond one host, and micro-batches. parts: of the model."""
-        d, t, batch = (
+        d, batch, experts = (
             config.data_parallel_size or 1,
-            config.tensor_model_parallel_size or 1,
             config.micro_batch_size or 1,
+            config.expert_model_parallel_size,
         )
-        apart = config.context_parallel_size > 1 or config.expert_model_parallel_size > 1  # not in pipelines
-        most = parts if d * t > self.hardware.gpus_per_host and not apart else 1
-        for ranks in [p for p in range(1, most + 1) if d % p == 0]:
+        inner = (config.tensor_model_parallel_size or 1) * config.context_parallel_size
+        most = parts if d * inner > self.hardware.gpus_per_host else 1
+        for ranks in [p for p in range(1, most + 1) if d % (p * experts) == 0]:
             rest = d // ranks
             count = 1 if ranks == 1 else MICROBATCHES * ranks
             if self.global_batch is not None:

@@ -68,7 +68,7 @@ def check_batch_types(program: Program) -> None:
     if batch is not None and batch.whole and batch.ranks > 1:
         check_types(program, batch.inputs, batch.ranks, BATCH_AXIS)
     if batch is not None and batch.context > 1:
-        check_types(program, {}, batch.context, CONTEXT_AXIS)
+        check_types(program, batch.context_inputs, batch.context, CONTEXT_AXIS)
 
 
 class _Checker:
@@ -97,10 +97,8 @@ class _Checker:
     def _claimed_input(self, spec: Any) -> Placement:
         if spec.kind == "tangent":
             results: Any = self.program.output_node().args[0]
-            if self.axis == CONTEXT_AXIS:
-                return R
             if not self.inner:
-                return dual(self._leaves(spec.name))
+                return _value(dual(self._leaves(spec.name)))
             for output, node in zip(self.program.outputs, results, strict=True):
                 if output.name == spec.name and output.kind != "gradient" and isinstance(node, fx.Node):
                     return _value(dual(node.meta.get(PLACEMENT, I)))
@@ -112,10 +110,9 @@ class _Checker:
         """How an output leaves on an outer axis."""
         batch = self.program.batch
         assert batch is not None
-        if self.axis == CONTEXT_AXIS:
-            return R
         outputs = [spec.name for spec in self.program.outputs if spec.kind != "gradient"]
-        return batch.outputs[outputs.index(name)]
+        held = batch.outputs if self.axis != CONTEXT_AXIS else batch.context_outputs or (I,) * len(outputs)
+        return held[outputs.index(name)]
 
     def _check_outputs(self) -> None:
         inputs = {spec.name: spec for spec in self.program.inputs if spec.kind != "tangent"}
@@ -125,10 +122,11 @@ class _Checker:
                 continue
             if spec.kind == "gradient":
                 what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
-                whole = self.inner or (self.axis == CONTEXT_AXIS and inputs[spec.name].kind != "param")
-                wanted = wanted if whole else dual(wanted)
+                received = inputs[spec.name].kind == "param" or spec.name in self.storage
+                whole = self.inner or (self.axis == CONTEXT_AXIS and not received)
+                wanted = wanted if whole else _value(dual(self.storage.get(spec.name, R)))
             elif not self.inner:
-                what, wanted = f"output '{spec.name}'", self._leaves(spec.name)
+                what, wanted = f"output '{spec.name}'", _value(self._leaves(spec.name))
             else:
                 what = "loss" if spec.loss else f"output '{spec.name}'"
                 wanted = R if spec.loss else _value(node.meta.get(PLACEMENT, R))

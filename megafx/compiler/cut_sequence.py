@@ -29,7 +29,7 @@ from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import CASTS, COPIES, argument, behind, draw_of, is_draw, op_name, set_arguments
-from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program
+from megafx.ir.program import HELD, PLACEMENT, VAL, Batch, Builder, Phase, Program
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
@@ -49,6 +49,8 @@ sdpa, megafx_attention = torch.ops.aten.scaled_dot_product_attention.default, to
 def cut_sequence(program: Program, planner: Planner) -> int:
     """Return the number of transitions of the context-parallel axis. Raises PlanError where there is no sequence to cut."""
     if planner.data is None or planner.data.context == 1:
+        return 0
+    if program.batch is not None and program.batch.context > 1:  # a stage of a pipeline was cut with the whole
         return 0
     if program.batch is None:
         program.batch = Batch(1, {}, (R,) * len(program.outputs), any(spec.loss for spec in program.outputs), True)
@@ -93,7 +95,8 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     _say_what_is_exchanged(program, attentions, exchanged)
     localize_shapes(program, axis)
     for node in program.graph.nodes:  # the next axis has placements of its own
-        node.meta.pop(PLACEMENT, None)
+        if (placement := node.meta.pop(PLACEMENT, None)) is not None:
+            node.meta[HELD] = {**node.meta.get(HELD, {}), CONTEXT_AXIS: placement}
     for i, spec in enumerate(program.outputs):
         program.outputs[i] = replace(spec, placement=None)
     _name_axis_of_draws(program, TENSOR_AXIS)

@@ -14,7 +14,7 @@ middle of the graph would need all micro-batches at once: that is an error.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -23,12 +23,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from megafx.capture.prepare import alone
+from megafx.compiler.cut_sequence import cut_sequence
 from megafx.compiler.stages import before, passes_of, runner_of
 from megafx.errors import PlanError
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf
 from megafx.ir.contracts import is_transition
+from megafx.ir.holders import own_functional
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import (
+    HELD,
     VAL,
     Batch,
     Builder,
@@ -42,10 +45,10 @@ from megafx.ir.program import (
     graph_module,
     located,
 )
-from megafx.passes.plan.place_axes import Policy, Typer, place_axes, policies
+from megafx.passes.plan.place_axes import Policy, Typer, place_axes
 from megafx.passes.plan.statistics import spell_out_statistics
-from megafx.placements.data_axis import MICRO_AXIS
-from megafx.placements.types import Placement, R
+from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, MICRO_AXIS
+from megafx.placements.types import I, Placement, R
 from megafx.planner.context import Planner
 
 eager_call = torch.ops.megafx.eager_call.default
@@ -54,6 +57,7 @@ AVERAGE = (
     "Config(data_parallel_loss='average'), with which each micro-batch has a loss of its own, and losses are averaged"
 )
 FORM = "form"  # the input of a stage's call that says which graph it is
+RECEIVED = "value"  # what inputs are called that another stage has sent
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,12 @@ class Whole:
     """A training call of the whole model, of one micro-batch's rows.
 
     rows: name of an input that is cut -> its dim of rows. totals: in the order in which they are computed; the i-th is the user
-    input `total[i]`. placed: placement of each value on the data-parallel axis, where it is typed on it.
+    input `total[i]`.
     """
 
     program: Program
     rows: Mapping[str, int]
     totals: Sequence[Total] = ()
-    placed: Mapping[fx.Node, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
                 **located(node),
             )
     if planner.config.data_parallel_loss == "average":
-        return _average(program, microbatches)
+        return _average(program, planner, microbatches)
     changed = next((spec.name for spec in program.outputs if spec.kind == "mutation"), None)
     if changed is not None:
         what = f"each micro-batch would change buffer '{changed}', which one process changes once for the whole batch"
@@ -148,14 +151,8 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
     assert program.batch is not None
     rows, program.batch = {name: placement.dim for name, placement in program.batch.inputs.items()}, None
     totals = _settle_moves(program, microbatches)
-    placed: Mapping[fx.Node, Any] = {}
     _of_microbatch(program, symbol, microbatches)
-    for policy in policies(planner):
-        typer = Typer(program, policy, symbol)
-        spell_out_statistics(program, typer.over_rows)
-        typer.run()
-        placed = typer.facts
-    return Whole(_captured(program), rows, totals, placed)
+    return Whole(_of_a_rank(program, planner), rows, totals)
 
 
 def _of_microbatch(program: Program, batch: sympy.Symbol, microbatches: int) -> None:
@@ -164,15 +161,19 @@ def _of_microbatch(program: Program, batch: sympy.Symbol, microbatches: int) -> 
     of_call[batch] = max(of_call.get(batch, 1) // microbatches, 1)
 
 
-def _captured(program: Program) -> Program:
-    """Passes run on it once more: it is what a capture could have given."""
+def _of_a_rank(program: Program, planner: Planner) -> Program:
+    """That of one rank of the axes outside of the tensor-parallel one, so that stages send each other what this rank has.
+    Passes run on it once more: it is what a capture could have given."""
+    with alone(), own_functional():
+        place_axes(program, planner)
+        cut_sequence(program, planner)
     program.graph.eliminate_dead_code()
     program.graph.lint()
     program.phase = Phase.CAPTURED
     return program
 
 
-def _average(program: Program, microbatches: int) -> Whole:
+def _average(program: Program, planner: Planner, microbatches: int) -> Whole:
     """Each micro-batch has a loss of its own rows, of which the mean is taken."""
     symbol = program.sizes.symbols.get("batch")
     if symbol is not None:
@@ -184,7 +185,7 @@ def _average(program: Program, microbatches: int) -> Whole:
             if symbol in sizes:
                 rows[spec.name] = sizes.index(symbol)
     _divide_loss(program, microbatches)
-    return Whole(_captured(program), rows)
+    return Whole(_of_a_rank(program, planner), rows)
 
 
 def _divide_loss(program: Program, microbatches: int) -> None:
@@ -359,7 +360,7 @@ class _Slice:
         stored = [n for n in inputs if n in wanted and inputs[n].kind != "user"]
         given = {n: inputs[n].name for n in inputs if n in wanted and inputs[n].kind == "user"}
         given |= {n: f"value:{n.name}" for n in program.graph.nodes if n in wanted and received(n)}
-        keywords = {node: f"v{i:03d}" for i, node in enumerate(given)}
+        keywords = {node: f"{RECEIVED if received(node) else 'input'}{i:03d}" for i, node in enumerate(given)}
         part, env, specs = fx.Graph(), dict[fx.Node, fx.Node](), []
         for node in stored:
             env[node] = part.node_copy(node)
@@ -400,18 +401,19 @@ class _Slice:
         return {*found.values()}
 
     def _batch(self, keywords: Mapping[fx.Node, str], results: Sequence[fx.Node]) -> Batch | None:
-        placed = self.whole.placed
-        if not placed:
-            return None
         known = self.program.batch
-        assert known is not None
-        parts = {
-            f"kwargs[{k}]": placed[n]
-            for n, k in keywords.items()
-            if isinstance(placed.get(n), Placement) and placed[n] != R
-        }
-        kinds = tuple(placed[n] if isinstance(placed.get(n), Placement) else R for n in results)
-        return Batch(known.ranks, parts, kinds, True, known.equal)
+        if known is None:
+            return None
+        held = lambda n, axis, other: n.meta.get(HELD, {}).get(axis, other)  # noqa: E731
+        inputs = {f"kwargs[{k}]": n for n, k in keywords.items()}
+        kinds: dict[str, Placement] = {name: held(n, BATCH_AXIS, R) for name, n in inputs.items()}
+        return replace(
+            known,
+            inputs={name: placement for name, placement in kinds.items() if placement != R},
+            outputs=tuple(held(n, BATCH_AXIS, R) for n in results),
+            context_inputs={name: held(n, CONTEXT_AXIS, I) for name, n in inputs.items() if RECEIVED in name},
+            context_outputs=tuple(held(n, CONTEXT_AXIS, I) for n in results),
+        )
 
     def _call(self, keywords: Mapping[fx.Node, str], out_spec: Any, out_leaves: tuple[OutputLeaf, ...]) -> CallSpec:
         whole = self.program.call

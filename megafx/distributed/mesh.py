@@ -48,7 +48,8 @@ class Meshes:
     """Where this rank is.
 
     tensor: 1-d, of the tensor-parallel axis; None for one rank without a process group. data: None for one data-parallel
-    and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all.
+    and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all;
+    rows: of data-parallel ranks alone.
     calls: the ranks that are given the same calls, where these are more than the tensor-parallel ones.
     shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other. experts: 1-d,
     of the ranks that hold one copy of experts, those that share them out next to each other; experts_tensor: the same with
@@ -59,6 +60,7 @@ class Meshes:
     data: DataAxis | None = None
     axes: dict[str, AxisContext] = field(default_factory=dict)
     batch: dist.ProcessGroup | None = None
+    rows: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
     shards: DeviceMesh | None = None
@@ -89,7 +91,7 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
 def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
     wait_at_exit()
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
-    names = [n for n in _DATA if n in (mesh.mesh_dim_names or ())]
+    names = [n for n in DATA_DIMS if n in (mesh.mesh_dim_names or ())]
     ranks = math.prod(mesh[name].size() for name in names)
     context = mesh[CONTEXT_AXIS].size() if CONTEXT_AXIS in (mesh.mesh_dim_names or ()) else 1
     if config.context_parallel_size != context:
@@ -198,7 +200,7 @@ def join_the_job(t: int | None, d: int, device: torch.device) -> None:
         print(f"megafx: made the process group of {ranks} ranks ({dist.get_backend()})", file=sys.stderr, flush=True)
 
 
-_DATA = (
+DATA_DIMS = (
     REPLICA_AXIS,
     SHARD_AXIS,
     SAME_EXPERTS_AXIS,
@@ -287,7 +289,8 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
         if data.alike > 1:
             alike = [name for name in every if name != EXPERT_AXIS]
             axes[EXPERT_GRADIENT_AXIS] = _context(_joined(mesh, alike, EXPERT_GRADIENT_AXIS))
-    return Meshes(tensor, data, axes, sharing.get_group(), everyone.get_group(), calls, shards, own, own_tensor)
+    rows = None if batch is None else batch.get_group()
+    return Meshes(tensor, data, axes, sharing.get_group(), rows, everyone.get_group(), calls, shards, own, own_tensor)
 
 
 def _joined(mesh: DeviceMesh, names: list[str], joined: str) -> DeviceMesh:

@@ -12,6 +12,7 @@ Meta keys of a node (the only ones that passes may rely on):
     tokens     dims (structural) that the value's first dim represents, where `flatten_tokens` made one of several
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
     layer      number of the node's layer in the order of use, where kept values are offloaded (`choose_kept`)
+    held       axis -> Placement on it, of axes outside of the tensor-parallel one (`place_axes`, `cut_sequence`)
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
 GIVEN = "given"  # (place, parameters) of a cast of weights that is made before forward, and given to both graphs
 LAYER = "layer"
+HELD = "held"
 
 
 class Phase(IntEnum):
@@ -127,7 +129,8 @@ class Batch:
     graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
     of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
     (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
-    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands. experts:
+    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands, and for what a
+    stage of a pipeline gets and gives: context_inputs and context_outputs are their placements on that axis. experts:
     parameters of which a rank has its experts alone, as in a plan (`hold_experts`). axes: sizes of the axes of the mesh but the
     tensor-parallel one.
     """
@@ -140,6 +143,8 @@ class Batch:
     whole: bool = True
     reduced: bool = False
     context: int = 1
+    context_inputs: Mapping[str, Placement] = field(default_factory=dict)
+    context_outputs: tuple[Placement, ...] = ()
     experts: dict[str, int] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
 
@@ -337,7 +342,7 @@ def located(node: fx.Node) -> dict[str, Any]:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, HELD, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)

@@ -80,7 +80,8 @@ def whole_steps(
     computing = (step.compute_us + step.host_us - costed.optimizer_us) * own.time
     outer = {axis: us * own.time for axis, us in step.exposed_by_axis.items() if axis != TENSOR_AXIS}
     of_context, of_data = outer.pop(CONTEXT_AXIS, 0.0), sum(outer.values())
-    of_tensor = step.exposed_us * own.time - of_context - of_data
+    of_all = step.exposed_us * own.time
+    of_tensor = of_all - of_context - of_data
     message, size = message_us(costed, hardware, t * n) if split.ranks > 1 else (0.0, 0)
     messages = 2 * split.chunks * m
     layers = max(round(sum(times) * own.held), 1)
@@ -107,7 +108,7 @@ def whole_steps(
                 "data-parallel collectives": m * of_data + waits,
                 "the optimizer": costed.optimizer_us * own.held * (of_experts / alike + of_others / whole),
                 "computing again in backward": m * again,
-                "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_tensor),
+                "idle pipeline ranks": (split.ranks - 1) / split.chunks * (computing + again + of_all),
                 "messages between stages": messages * message,
             }
             used = {

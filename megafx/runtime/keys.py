@@ -42,6 +42,7 @@ class Call:
 
     part: the FQN of the submodule that is called, '' for the whole model. state: what Python objects hold that is an input of
     the graph that serves the call, once that is known. under_no_grad: gradients are off but where forward switches them on.
+    received: how names begin of inputs that ranks do not compare, as each has its own part of them; '' where there are none.
     """
 
     args: tuple[Any, ...]
@@ -53,10 +54,15 @@ class Call:
     part: str = ""
     state: Mapping[str, Any] | None = None
     under_no_grad: bool = False
+    received: str = ""
 
     @staticmethod
     def of(
-        args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None, part: str = ""
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        loss_inputs: Mapping[str, Any] | None = None,
+        part: str = "",
+        received: str = "",
     ) -> Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
@@ -71,7 +77,7 @@ class Call:
         if not all([isinstance(x, LEAVES) for x in leaves]):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_leaves((leaf_name(path), x) for path, x in paths)
-        return Call(*tree, leaves, spec, caches, part)
+        return Call(*tree, leaves, spec, caches, part, received=received)
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with the caches that were given."""
@@ -91,18 +97,20 @@ class Call:
 
     def numbers(self) -> list[int]:
         """What ranks compare of each call apart from its text: sizes, Python numbers, and values where they are on the CPU."""
-        return numbers_of(self.leaves)
+        return numbers_of(x for _, x in self._compared()) if self.received else numbers_of(self.leaves)
 
     def labels(self) -> list[str]:
         """Names of these."""
-        names = map(user_name, self.names())
-        return [label for name, value in zip(names, self.leaves, strict=True) for label in labels_of({name: value})]
+        return [label for name, value in self._compared() for label in labels_of({name: value})]
+
+    def _compared(self) -> list[tuple[str, Any]]:
+        """(name as the user wrote it, leaf) of those that ranks compare."""
+        pairs = zip(map(user_name, self.names()), self.leaves, strict=True)
+        return [(name, x) for name, x in pairs if not self.received or not name.startswith(self.received)]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
-        pairs = zip(self.names(), self.leaves, strict=True)
-        whole = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
-        return [(user_name(n), v) for n, v in whole]
+        return [(n, v) for n, v in self._compared() if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
 
 
 def numbers_of(values: Iterable[Any]) -> list[int]:

@@ -125,8 +125,10 @@ class Runtime:
         self.unplaced: list[list[str]] = []
         self.entering: set[str] = set()  # parts whose forward enters torch.enable_grad() in calls under torch.no_grad()
         self.cached = ""  # what the cache on disk did with the last graph
-        # Of a stage of a pipeline: names of parameters that other stages hold, and of buffers that are of other stages.
+        # Of a stage of a pipeline: names of parameters that other stages hold, and of buffers that are of other stages; how
+        # names begin of inputs that another stage sends, of which context-parallel ranks have their own tokens.
         self.elsewhere: frozenset[str] | None = None
+        self.received = ""
         self.borrowed: frozenset[str] = frozenset()
 
     # -- setting up
@@ -329,7 +331,7 @@ class Runtime:
             module = self.model.get_submodule(part)
             normalize = self.normalizers[part] = Normalizer(module.forward)
         args, kwargs = normalize(args, kwargs)
-        return Call.of(args, kwargs, loss_inputs, part)
+        return Call.of(args, kwargs, loss_inputs, part, self.received)
 
     def _checks_inputs(self) -> bool:
         every, step = self.config.check_inputs_every, self.state.step

@@ -13,7 +13,6 @@ from torch import fx
 
 from megafx.ir.nodes import CASTS, COPIES, op_name
 from megafx.ir.program import VAL, Builder, Program
-from megafx.ir.sizes import SizeEmitter
 from megafx.placements.data_axis import EXPERT_AXIS
 from megafx.placements.types import Layout, R, experts_held
 
@@ -50,7 +49,7 @@ class OwnExperts:
         return self.made[weight]
 
     def _cut(self, weight: fx.Node, user: fx.Node) -> fx.Node:
-        where = SizeEmitter(self.program.graph, self.program.sizes).anchor if weight in self.params else weight.next
+        where = min(weight.users) if weight in self.params else weight.next
         experts = experts_held(R, weight.meta[VAL].shape, 1, self.ranks)
         ends: Any = (R.tag, experts.tag, [], list(experts.flat_layout), EXPERT_AXIS, self.ranks)
         made = Builder(self.program, where, user, NAME)(ops.transition.default, weight, *ends)

@@ -31,7 +31,7 @@ from torch import fx
 
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
-from megafx.ir.program import PLACEMENT, VAL, Batch, Builder, Phase, Program, ancestors, located, tensors_of
+from megafx.ir.program import HELD, PLACEMENT, VAL, Batch, Builder, Phase, Program, ancestors, located, tensors_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.ops.eager_call import find_call
@@ -215,6 +215,8 @@ class Typer:
         self.program.output_node().args = (tuple(results),)
         for node in self.program.graph.nodes:  # the next axis has placements of its own
             node.meta.pop(PLACEMENT, None)
+            if isinstance(fact := self.facts.get(node), Placement):
+                node.meta[HELD] = {**node.meta.get(HELD, {}), self.policy.axis: fact}
         self.program.graph.eliminate_dead_code()
         parts = {inputs[n].name: fact for n, fact in self.facts.items() if n in inputs and fact != R}
         self.program.batch = Batch(self.ranks, parts, tuple(kinds), any(losses), self.equal_batches)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.compiler.cut_stages import StageGraph
-from megafx.errors import PlacementError
+from megafx.errors import ConfigError, PlacementError
 from megafx.example_call import ExampleCall
 from megafx.ir.program import VAL, Program
 from megafx.rehearsal import Rehearsal
@@ -79,6 +79,20 @@ def test_of_a_pipeline() -> None:
     text = str(found)
     assert text.startswith("12 ranks: pp 3 x dp_shard 2 x tp 2\n") and "both ends of each message" in text
     assert "not shown: sums of parameters that several stages hold" in text
+
+
+def test_of_stages_that_context_parallel_ranks_share() -> None:
+    """Types of both axes are checked in each stage, whose inputs are a rank's own tokens."""
+    with megafx.debug(check=1):
+        found = rehearsed(
+            16, 2, 2, layers=2, context_parallel_size=2, tensor_model_parallel_size=2, data_parallel_size=2
+        )
+    assert dict(found.mesh) == {"pp": 2, "dp": 2, "cp": 2, "tp": 2} and found.groups["cp"][:2] == (8, 2)
+    assert found.groups["dp_cp"][:2] == (4, 4), "gradients are summed over the ranks of a sequence too"
+    with pytest.raises(
+        ConfigError, match="12 ranks are no pipeline of .*, context_parallel_size=2 and data_parallel_size=4"
+    ):
+        rehearsed(12, 2, 2, layers=2, context_parallel_size=2, data_parallel_size=4)
 
 
 def test_gradients_are_reduced_after_the_last_micro_batch() -> None:

@@ -303,6 +303,20 @@ def test_beyond_one_host_pipelines_are_tried() -> None:
     assert two.to_dict()["stages"] == 4 and " 2x2 " in str(SearchResult(16, 2**40, 1, [two]))
 
 
+def test_pipelines_of_stages_that_cut_sequences() -> None:
+    """What a stage sends is a rank's own tokens."""
+    model, inputs = zoo.build("nanogpt", layers=2)
+    config, example = PIPELINES.replace(seq_length=8192), inputs(2, 16)
+    tried = every(megafx.search(model, 16, "80GiB", config, batches=(1,), shown=1000, example_inputs=example))
+    one, two = (
+        next(x for x in tried if (x.split.ranks, x.split.chunks, x.config.context_parallel_size) == (2, 1, c))
+        for c in (1, 2)
+    )
+    assert one.config.data_parallel_size == 2 * two.config.data_parallel_size
+    assert two.parts["messages between stages"] < one.parts["messages between stages"]
+    assert two.parts["context-parallel collectives"] > 0 and "context_parallel_size=2" in two.text()
+
+
 def test_a_global_batch_is_shared_out_in_micro_batches() -> None:
     tried = pipelines(64)
     assert tried and {c.rows for c in tried} == {64}

@@ -1,11 +1,14 @@
-"""More of megafx.pipeline on 2 and 4 ranks: calls in several forms, stored shards, checkpoints at another cut."""
+"""More of megafx.pipeline on 2 to 8 ranks: calls in several forms, stored shards, experts, checkpoints at another cut."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import listed_mixtures
+import sorted_mixtures
 import torch
 import torch.distributed as dist
 import zoo
@@ -79,12 +82,79 @@ def pipeline_of_sharded_parameters() -> None:
         close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1))
 
 
+class Mixtures(sorted_mixtures.Model):
+    """Without router losses, which multiply sums over the rows of the whole batch."""
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        for layer, form in zip(self.layers, self.forms, strict=True):
+            x = x + layer(x, form)[0]
+        return F.mse_loss(x, wanted)
+
+
+class ListedMixtures(listed_mixtures.Model):
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        y = self.first(x)
+        for layer in self.layers:
+            y = y + layer(y)[0]
+        return F.mse_loss(y, wanted)
+
+
+def two_mixtures() -> nn.Module:
+    return Mixtures(sorted_mixtures.as_transformers, sorted_mixtures.added_to_tokens)
+
+
+def experts_shared_out(made: Callable[[], nn.Module], **options: Any) -> None:
+    """Within each of two stages, on two data-parallel ranks. No rank holds more than its part of its stage's experts."""
+    eager, x, y = made().double(), *sorted_mixtures.a_call(8)
+    options |= {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    pipe = megafx.pipeline(
+        made().double(), config(t=1, **options), stages=["layers.1"], microbatches=2, example_inputs=(x, y)
+    )
+    own = dist.get_rank() * 4 // dist.get_world_size() % 2
+    for _ in range(2):
+        loss = eager(x, y)
+        loss.backward()
+        close(pipe.step(x.chunk(2)[own], y.chunk(2)[own]), loss.detach())
+        same_gradients(pipe, gradients(eager))
+        close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1))
+        for model in (eager, pipe):
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+    assert sum(p.to_local().numel() for p in pipe.parameters()) < 0.4 * sum(p.numel() for p in eager.parameters())
+
+
+@check(4, seed=0)
+def pipeline_of_experts_shared_out() -> None:
+    experts_shared_out(two_mixtures)
+
+
+@check(4, slow=True, seed=0)
+def pipeline_of_lists_of_experts_shared_out() -> None:
+    experts_shared_out(lambda: ListedMixtures("one_hot_of_hugging_face", "above"))
+    experts_shared_out(two_mixtures, data_parallel="fsdp")
+
+
+@check(8, slow=True, seed=0)
+def pipeline_of_experts_beside_context_parallel() -> None:
+    experts_shared_out(two_mixtures, context_parallel_size=2)
+
+
+@check(4, slow=True, seed=0)
+def pipeline_of_averages_of_sequences() -> None:
+    averages(2)
+
+
 @check(2, seed=0)
 def pipeline_of_averages() -> None:
+    averages(1)
+
+
+def averages(c: int) -> None:
     torch.manual_seed(0)
     model = Net(2, 0.0).double()
     eager = copy.deepcopy(model)
-    pipe = megafx.pipeline(model, config(t=1, data_parallel_loss="average"), stages=2, microbatches=4, example_inputs=batch())
+    options = config(t=1, data_parallel_loss="average", context_parallel_size=c)
+    pipe = megafx.pipeline(model, options, stages=2, microbatches=4, example_inputs=batch())
     parts = [{n: x.chunk(4)[i] for n, x in batch().items()} for i in (0, 2, 3)]
     rows = {n: torch.cat([p[n] for p in (*parts, parts[0])]) for n in parts[0]}
     losses = [eager(**{n: x.chunk(4)[i] for n, x in rows.items()})[0] / 4 for i in range(4)]

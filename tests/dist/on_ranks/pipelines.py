@@ -73,13 +73,16 @@ def against_one_process(layers: int, drop: float, schedule: str, stages: Any, mi
     alone = megafx.parallelize(copy.deepcopy(model), one)
     config = megafx.Config(hardware="h100-nvlink", **sizes)
     wanted_messages = rehearsed_messages(model, config, schedule, stages, microbatches)
+    if config.context_parallel_size > 1:  # ranks of a sequence send their own tokens
+        assert not any(f" {LENGTH} " in what for messages in wanted_messages for *_, what in messages)
     pipe = megafx.pipeline(
         model, config, stages=stages, microbatches=microbatches, schedule=schedule, example_inputs=batch()
     )
     assert all(p.is_meta for p in model.parameters())
     assert sum(1 for _ in pipe.parameters()) < sum(1 for _ in alone.parameters())
     t, d = sizes.get("tensor_model_parallel_size", 1), sizes.get("data_parallel_size", 1)
-    rows = {n: x.chunk(d)[dist.get_rank() // t % d] for n, x in batch().items()}
+    alike = t * sizes.get("context_parallel_size", 1)
+    rows = {n: x.chunk(d)[dist.get_rank() // alike % d] for n, x in batch().items()}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, pipe)]
     for number in range(2):
         torch.manual_seed(number)
@@ -126,7 +129,7 @@ def rehearsed_messages(
         t, d = config.tensor_model_parallel_size or 1, config.data_parallel_size or 1
         rows = {n: x.chunk(d)[0].to("meta") for n, x in batch().items()}
         made = stages_of(ExampleCall.of(copy.deepcopy(model).to("meta"), config, rows, None, runs=False), asked)
-        given = [[made.orders(asked, place) for place in range(t * d)]]
+        given = [[made.orders(asked, place) for place in range(t * d * config.context_parallel_size)]]
     dist.broadcast_object_list(given)
     inner = world // asked.ranks
     order = given[0][dist.get_rank() % inner][dist.get_rank() // inner]
@@ -178,9 +181,19 @@ def pipeline_beside_data_parallel() -> None:
     against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2)
 
 
+@check(4, seed=0)
+def pipeline_beside_context_parallel() -> None:
+    against_one_process(2, 0.2, "1F1B", 2, 2, context_parallel_size=2)
+
+
 @check(8, seed=0, slow=True)
 def pipeline_beside_both() -> None:
     against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2, tensor_model_parallel_size=2)
+
+
+@check(8, seed=0, slow=True)
+def pipeline_beside_context_and_tensor_parallel() -> None:
+    against_one_process(2, 0.2, "1F1B", 2, 2, context_parallel_size=2, tensor_model_parallel_size=2)
 
 
 @check(4, seed=0, slow=True)
