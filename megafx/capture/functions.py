@@ -36,6 +36,18 @@ from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _NUMBERS = (None, 0.25, 2.0)  # limits and scales are above 0; None: made-up ones, also below
+# (spread of values, that of gradients: powers of e; one value in how many is zero; what one gradient in three is): backward
+# may bound gradients, or leave out those that are no numbers, and may differ at zero alone.
+_PROBES = (
+    (0.0, 0.0, None, None),
+    (1.0, 0.0, None, None),
+    (30.0, 0.0, None, None),
+    (0.0, 60.0, None, None),
+    (0.0, 0.0, 3, None),
+    (0.0, 0.0, 1, None),
+    (0.0, 0.0, None, float("nan")),
+    (0.0, 0.0, None, float("inf")),
+)
 _OURS = ("torch.", "megafx.")
 _REGION = "megafx_region"
 BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
@@ -248,19 +260,22 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
     state = torch.get_rng_state()
     numbers = _NUMBERS if any(x.numel() == 1 and x.is_floating_point() for x in tensors) else (None,)
     try:
-        for (seed, spread), number in itertools.product(enumerate((0.0, 1.0, 30.0)), numbers):  # powers of e
+        for (seed, (spread, of_gradients, zeros, odd)), number in itertools.product(enumerate(_PROBES), numbers):
             found = []
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
                 made = made_up(tensors, MADE_UP[0], seed % 2)  # indices and truth values of both kinds, too
-                values = [_single(_spread(x, spread, seed), number) for x in made]
+                values = [_single(_some(_spread(x, spread, seed), zeros, 0.0), number) for x in made]
                 for call in (function.apply, lambda *a: _forward(function, a)):
                     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
                     given = iter(inputs)
                     torch.manual_seed(0)
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
                     output = call(*pytree.tree_unflatten(filled, spec))
-                    found.append(_gradients(output, inputs, [x.requires_grad for x in tensors]))
+                    change = lambda x: _some(_spread(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023, E731
+                    found.append(_gradients(output, inputs, [x.requires_grad for x in tensors], change))
                 for a, b in zip(*found, strict=True):  # with some room where a derivative goes through zero
+                    if zeros or odd:  # where others are NaN, a function may give numbers of its own
+                        a, b = a[a.isfinite()], b[a.isfinite()]
                     typical = float(b.abs().nanmedian()) if b.numel() else 0.0
                     if not torch.allclose(a, b, rtol=RTOL, atol=0.1 * RTOL * typical, equal_nan=True):
                         return False
@@ -329,6 +344,13 @@ def _spread(x: Tensor, spread: float, seed: int) -> Tensor:
     return x.double().cpu() * powers.exp()
 
 
+def _some(x: Tensor, every: int | None, value: float | None) -> Tensor:
+    """The tensor with `value` at one place in `every`."""
+    if every is None or not x.is_floating_point():
+        return x
+    return torch.where((torch.arange(x.numel()) % every == 0).view(x.shape), value, x)  # type: ignore[arg-type]
+
+
 def _forward(function: Any, args: tuple[Any, ...]) -> Any:
     """The operations of `forward`, as autograd sees them."""
     if function.setup_context is not Function.setup_context:
@@ -347,11 +369,14 @@ class _Context(FunctionCtx):
         raise AttributeError(name)
 
 
-def _gradients(output: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Tensor]:
+def _gradients(
+    output: Any, inputs: list[Tensor], wanted: list[bool], change: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Gradients of inputs, for gradients of outputs that are random numbers, changed."""
     results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     into = [x for x, want in zip(inputs, wanted, strict=True) if want and x.requires_grad]
     generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
+    grads = [change(torch.randn(r.shape, generator=generator, dtype=torch.float64)).to(r.dtype) for r in results]
     found = torch.autograd.grad(results, into, grads, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)]
 

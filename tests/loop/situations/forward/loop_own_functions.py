@@ -199,3 +199,56 @@ def checkpointing_of_ones_own(loop: Loop) -> None:
         loop.see(loss=loss)
         loop.see_gradients(model)
         optimizer.step()
+
+
+class Bounded(Function):
+    """Elements of a gradient are at most 10."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.clamp(-10, 10)
+
+
+class Guarded(Function):
+    """A gradient that is no number is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+
+
+class OneAtZero(Function):
+    """The derivative of relu at 0 is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * (ctx.saved_tensors[0] >= 0)
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        y: Tensor = self.function(self.up(x), *args)
+        return (self.down(y) * self.limit).sum()
+
+
+@situation("https://discuss.pytorch.org/t/gradient-clipping/2836")
+def backward_bounds_and_guards_what_is_rare(loop: Loop) -> None:
+    for function, scale in ((Bounded, 1e3), (Guarded, float("nan")), (OneAtZero, 1.0)):
+        model = loop.model(Scaled(function.apply))
+        model.limit = scale
+        with torch.no_grad():
+            model.up.weight[:4], model.up.bias[:4] = 0.0, 0.0
+        step(loop, model, torch.randn(4, 6))
