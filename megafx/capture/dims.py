@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -257,11 +256,11 @@ def suggested_fixes(message: str) -> Fixes | None:
 
 
 def plain_lists(tree: Any) -> Any:
-    """The tree with lists for all nodes that are no list, tuple, dict or OrderedDict (cache states, transformers' outputs):
+    """The tree with lists for all nodes that are none of Python's containers (cache states, transformers' outputs):
     torch.export wants the dims of a tree in this form."""
 
     def is_other(value: Any) -> bool:
-        return type(value) in pytree.SUPPORTED_NODES and type(value) not in (list, tuple, dict, OrderedDict)
+        return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES
 
     def one(value: Any) -> Any:
         return plain_lists(list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])) if is_other(value) else value

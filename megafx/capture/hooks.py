@@ -169,7 +169,9 @@ def storing(model: nn.Module, outside: Collection[nn.Module], reads: Reads) -> s
 def names_in(model: nn.Module) -> frozenset[str]:
     """Names in the code of a model: of attributes, globals and variables of enclosing functions."""
     kinds: set[Any] = {type(module) for module in model.modules()}
-    own = (names_in_code(f.__code__) for m in model.modules() for f in vars(m).values() if hasattr(f, "__code__"))
+    kinds_of_code = (types.FunctionType, types.MethodType)
+    held = (f for m in model.modules() for f in vars(m).values() if isinstance(f, kinds_of_code))
+    own = (names_in_code(f.__code__) for f in held)
     return frozenset().union(*map(_names_in_class, kinds), *own)
 
 

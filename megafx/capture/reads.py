@@ -73,6 +73,7 @@ IGNORED = frozenset(
 )
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
 # Methods that code calls without naming them.
+_OF_CLASSES = ("__new__", "__init__", "__call__", "__class_getitem__", "forward", "backward", "setup_context")
 _METHODS = "call getattr getitem setitem contains iter next len bool enter exit mul rmul add radd sub truediv"
 _PROTOCOL = frozenset(f"__{name}__" for name in _METHODS.split())
 
@@ -194,13 +195,14 @@ class Reads:
                 )
             outside = name == "training" and id(owner) not in self.own  # a module that the key of a graph does not know
             if not self.on or (name in IGNORED and not outside) or name.startswith("__"):
-                if self.on and name == "__dict__" and is_looked_at(_reader().f_code.co_filename):
-                    self._note_all(owner)
+                if self.on and name == "__dict__" and is_looked_at((code := _reader().f_code).co_filename):
+                    self._note_all(owner, code.co_consts)
                 return plain(owner, name)
             try:
                 value = plain(owner, name)
             except AttributeError:
                 self._note(owner, name, ABSENT)
+                self._note_behind(owner)
                 raise
             self._note(owner, name, value)
             return value if self.memos is None else self.memos.of_attribute(value)
@@ -279,8 +281,8 @@ class Reads:
                 key = id(attributes[table]), name
                 self.places.setdefault(key, Place(attributes[table], name, where))
 
-    def _note_all(self, owner: Any) -> None:
-        """The code looks at `__dict__`: which attributes there are, and those that hold plain values."""
+    def _note_all(self, owner: Any, named: Collection[Any]) -> None:
+        """The code looks at `__dict__`: which attributes there are, and those that hold plain values or that are named."""
         for each in self.lists:
             each[id(owner), "__dict__"] = owner, "__dict__", None
         if (known := self.names.get(id(owner))) is None:
@@ -289,8 +291,18 @@ class Reads:
         holder = NamesOf(attributes)
         self._take((id(attributes), "__dict__"), Place(holder, "names", f"{known}.__dict__".lstrip(".")), holder.names)
         for name, value in attributes.items():
-            if name not in IGNORED and isinstance(value, PLAIN):
+            if name not in IGNORED and (isinstance(value, PLAIN) or name in named):
                 self._note(owner, name, value)
+
+    def _note_behind(self, owner: Any) -> None:
+        """The class's `__getattr__` computes an attribute: what it may read by `object.__getattribute__(self, "_inner")`."""
+        attributes, code = (
+            _attributes(owner) or {},
+            getattr(getattr(type(owner), "__getattr__", None), "__code__", None),
+        )
+        for name in code.co_consts if code is not None else ():
+            if isinstance(name, str) and name in attributes and name not in IGNORED:
+                self._note(owner, name, attributes[name])
 
     def _take(self, key: tuple[int, Any], place: Place, value: Any) -> None:
         if isinstance(value, types.ModuleType):
@@ -513,7 +525,7 @@ class Reads:
 
     def look_through_class(self, cls: type, *names: str) -> None:
         """As `look_through`, of the methods that code calls without naming them, and of those named."""
-        for name in ("__new__", "__init__", "__call__", "forward", "backward", "setup_context", *names):
+        for name in (*_OF_CLASSES, *names):
             method = vars(cls).get(name)
             if memo_of(method) is not None:
                 self._find_memo(method, Place(cls, name, f"{cls.__name__}.{name}"))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
@@ -334,6 +334,8 @@ class Writes:
         kind = type(value)
         owner = next((n for a, n, _ in self.before if a is place.holder), None)
         fix = "keep tensors, numbers, or lists and dicts of them; return other values from forward"
+        if isinstance(value, nn.Module):
+            fix = "make modules in __init__, or call the model once before it is parallelized"
         return CaptureError(
             f"forward changes '{place.name}' (to a {kind.__module__}.{kind.__qualname__}) in a way that a graph cannot follow",
             module=owner,

@@ -34,7 +34,7 @@ class Block(nn.Module):
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
         self.fn, self.seen, self.memo, self.limit = fn, [], {}, 0
-        self.lin, self.table = nn.Linear(4, 4), nn.Embedding(4, 4)
+        self.lin, self.more, self.table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4)
         self.register_buffer("buffer", torch.zeros(4))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +227,11 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
         lambda m, x: (setattr(m, "limit", Odd(x.sum())), m.lin(x))[1],
         lambda m, x: (setattr(m, "limit", x.detach().sum()), m.lin(x))[1],
+    ),
+    "a module that is made": (
+        "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
+        lambda m, x: (setattr(m, "made", nn.Linear(4, 4, dtype=x.dtype)), m.made(m.lin(x)))[1],
+        lambda m, x: m.more(m.lin(x)),
     ),
 }
 
