@@ -296,13 +296,12 @@ class Reads:
 
     def _note_behind(self, owner: Any) -> None:
         """The class's `__getattr__` computes an attribute: what it may read by `object.__getattribute__(self, "_inner")`."""
-        attributes, code = (
-            _attributes(owner) or {},
+        code, attributes = (
             getattr(getattr(type(owner), "__getattr__", None), "__code__", None),
+            _attributes(owner) or {},
         )
-        for name in code.co_consts if code is not None else ():
-            if isinstance(name, str) and name in attributes and name not in IGNORED:
-                self._note(owner, name, attributes[name])
+        for name in sorted(attributes.keys() & set(code.co_consts if code is not None else ()) - IGNORED):
+            self._note(owner, name, attributes[name])
 
     def _take(self, key: tuple[int, Any], place: Place, value: Any) -> None:
         if isinstance(value, types.ModuleType):

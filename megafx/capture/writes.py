@@ -232,7 +232,7 @@ class Writes:
                     yield change
             order = [*(key for key in old if key in held), *(key for key in held if key not in old)]
             # of items that were moved, or taken out and put back, or are the only ones
-            if order != [*held] or getattr(value, "cleared", False):
+            if order != [*held] or (isinstance(value, WatchedDict) and value.cleared):
                 yield Place(OrderOf(place), "keys", f"order of {place.name}", line), (*held,), False
         elif isinstance(value, deque):
             items, before = [*value], [*old]
