@@ -469,7 +469,7 @@ def _budget(value: object) -> float | int | str | None:
     """None; 'fit'; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
     allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, 'fit', or None"
     if value is None or value == FIT:
-        return value  # type: ignore[return-value]
+        return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 <= value <= 1:
             return float(value)

@@ -141,10 +141,10 @@ class _Recorded(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass
 
-    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:  # type: ignore[override]  # nothing is prepared
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:  # type: ignore[override]  # nothing is prepared
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
         pass
 
     def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:

@@ -164,7 +164,7 @@ class _Maker:
     def call(self, node: fx.Node) -> None:
         node.meta[MADE_BY] = ()
         if node.target is transition:
-            self._transition(node, *node.args, **node.kwargs)  # type: ignore[arg-type]
+            self._transition(node, *node.args, **node.kwargs)
             return
         if isinstance(node.target, torch._ops.OpOverloadPacket):
             packet = node.target
@@ -389,7 +389,7 @@ def canonical(fn: Callable[..., Any], **values: str) -> Program:
     for node in gm.graph.nodes:
         node.meta[MADE_BY] = ()
     output = gm.graph.output_node()
-    results: Any = output.args[0]
+    results = output.args[0]
     output.args = (tuple(results),)
     program.outputs = [Output("user", str(i)) for i in range(len(results))]
     program.gm.recompile()

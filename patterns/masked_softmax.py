@@ -287,7 +287,7 @@ def _fill_before(scores: fx.Node) -> fx.Node | None:
 def _fill_of(program: Program, node: fx.Node) -> float | None:
     """The number that masked_fill, or where(visible, scores, number), puts in the place of scores; None if it is not known."""
     value = node.args[2]
-    return _constant(program, value) if isinstance(value, fx.Node) else float(value)  # type: ignore[arg-type]
+    return _constant(program, value) if isinstance(value, fx.Node) else float(value)
 
 
 def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
@@ -297,7 +297,7 @@ def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
     """
     reader = MaskReader(m.program)
     by_fill = op_name(fill) == "masked_fill"
-    given: Any = fill.args[1 if by_fill else 0]
+    given = fill.args[1 if by_fill else 0]
     filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
     own = read_visible(reader, m.node("mask"), visible=mask_by != "fill", symmetric=True)
     if filled is None or own is None or filled.padding or own.rest:
@@ -313,7 +313,7 @@ def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
     """Whether each query sees a key, where a node fills scores with -inf, and a mask or bias is added to the result."""
     reader = MaskReader(m.program)
     by_fill = op_name(fill) == "masked_fill"
-    given: Any = fill.args[1 if by_fill else 0]
+    given = fill.args[1 if by_fill else 0]
     filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
     if filled is None or filled.padding:
         return False

@@ -41,6 +41,5 @@ def _is_made_anywhere(node: fx.Node) -> bool:
 
 def _what(result: fx.Node, made_of: dict[fx.Node, frozenset[str]]) -> tuple[str, ...]:
     cast = result.args[0]
-    assert isinstance(cast, fx.Node)
     plain = [str(a) for a in cast.args if not isinstance(a, fx.Node)]
     return str(in_backward(result)), *sorted(made_of[result]), str(cast.args[0]), *plain, str(result.args[1])

@@ -66,7 +66,7 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
     for node in collective_nodes(program.graph):
         name = COLLECTIVES[node.target]
         tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-        values = [x.meta[VAL] for x in tensors]  # type: ignore[union-attr]
+        values = [x.meta[VAL] for x in tensors]
         axis = str(node.args[-1])
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
@@ -82,7 +82,7 @@ def exchanged_bytes(program: Program, node: fx.Node, ranks: int) -> int:
     """What one rank sends of tokens that travel, or of their sums. A token goes to the ranks that have one of its experts: to
     ranks (1 - (1 - 1/ranks)^choices) of them where its choices fall anywhere."""
     places, choices = argument(node, "places"), argument(node, "choices")
-    operand: Any = node.args[0]
+    operand = node.args[0]
     value = node.meta[VAL] if node.target is mfx.combine_rows.default else operand.meta[VAL]
     tokens = program.sizes.workload(program.sizes.of(places.meta[VAL].shape[0]))
     row = program.sizes.bytes(value) // max(tokens, 1)  # of a token; with its entries, all of them

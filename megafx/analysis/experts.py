@@ -217,7 +217,7 @@ def _separate_sum(program: Program, node: fx.Node, label: dict[fx.Node, str]) ->
 
 def rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
     """(what is added to, the rows that are added, the same op on zeros)."""
-    arguments: Any = node.args
+    arguments = node.args
     if node.target in (aten.index_add.default, aten.scatter_add.default):
         out, dim, index, y = arguments[:4]
         return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)
@@ -233,7 +233,7 @@ def rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
             rows = behind(rows, {torch.ops.megafx.transition.default})
         read = isinstance(rows, fx.Node) and rows.target is aten.index.Tensor and rows.args[0] is out
         if read and isinstance(y, fx.Node) and _same(list(rows.args[1]), list(indices)):
-            return out, y, lambda build, zeros, y=y: build(aten.index_put.default, zeros, indices, y)  # type: ignore[misc]
+            return out, y, lambda build, zeros, y=y: build(aten.index_put.default, zeros, indices, y)
     return None
 
 

@@ -34,7 +34,7 @@ def is_join(node: fx.Node) -> bool:
         return not node.meta.get(RECOMPUTE)
     if node.target is not torch.ops.megafx.join_parameters.default:
         return False
-    return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
+    return all(p.op == "placeholder" for p in node.args[0])
 
 
 def is_given(node: fx.Node) -> bool:
@@ -56,7 +56,7 @@ def is_free(node: fx.Node, parameters: Container[fx.Node]) -> bool:
     if isinstance(node.meta.get(VAL), (torch.SymInt, torch.SymBool, torch.SymFloat)):
         return node.target is not aten.sym_size.int
     if node.target is aten._to_copy.default:
-        return storage_of(node.args[0]) in parameters  # type: ignore[arg-type]
+        return storage_of(node.args[0]) in parameters
     return False
 
 

@@ -456,7 +456,7 @@ def counts_runs(reader: MaskReader, node: fx.Node, places: fx.Node) -> bool:
 
     if not made(node, "cumsum") or not last(node, node.args[1]):
         return False
-    breaks: Any = node.args[0]
+    breaks = node.args[0]
     if not made(breaks, "ne") or number_of(reader.operand(breaks.args[1])) != 1 or not made(breaks.args[0], "diff"):
         return False
     steps: fx.Node = breaks.args[0]
@@ -467,7 +467,7 @@ def counts_runs(reader: MaskReader, node: fx.Node, places: fx.Node) -> bool:
         and argument(steps, "n") == 1
         and last(steps, argument(steps, "dim"))
         and argument(steps, "append") is None
-        and sizes.shape(steps.meta[VAL]) == sizes.shape(steps.args[0].meta[VAL])  # type: ignore[union-attr]  # a node
+        and sizes.shape(steps.meta[VAL]) == sizes.shape(steps.args[0].meta[VAL])
     )
 
 
@@ -535,13 +535,13 @@ def _view(reader: MaskReader, node: fx.Node) -> Value | None:
     n, name = node.meta[VAL].dim(), op_name(node)
     to: Callable[[int], int | None] = lambda d: d  # noqa: E731  expand
     if name == "unsqueeze":
-        at = int(node.args[1]) % n - n  # type: ignore[arg-type]
+        at = int(node.args[1]) % n - n
         to = lambda d: d if d > at else d - 1  # noqa: E731
     elif name == "transpose":
-        a, b = (int(x) % n - n for x in node.args[1:3])  # type: ignore[arg-type]
+        a, b = (int(x) % n - n for x in node.args[1:3])
         to = lambda d: b if d == a else a if d == b else d  # noqa: E731
     elif name == "permute":
-        order = [int(x) % n - n for x in node.args[1]]  # type: ignore[union-attr, arg-type]
+        order = [int(x) % n - n for x in node.args[1]]
         to = lambda d: order.index(d) - n  # noqa: E731
     return moved(reader.operand(node.args[0]), to)
 
@@ -561,7 +561,7 @@ def _slice(reader: MaskReader, node: fx.Node) -> Value | None:
 def _select(reader: MaskReader, node: fx.Node) -> Value | None:
     """One place of a dim that the value does not depend on."""
     n = node.meta[VAL].dim() + 1
-    dim = int(node.args[1]) % n - n  # type: ignore[arg-type]
+    dim = int(node.args[1]) % n - n
     return moved(reader.operand(node.args[0]), lambda d: None if d == dim else d if d > dim else d + 1)
 
 
@@ -569,7 +569,7 @@ def _select(reader: MaskReader, node: fx.Node) -> Value | None:
 def _reshape(reader: MaskReader, node: fx.Node) -> Value | None:
     """Dims of length 1 come and go."""
     sizes = reader.program.sizes
-    before, after = sizes.shape(node.args[0].meta[VAL]), sizes.shape(node.meta[VAL])  # type: ignore[union-attr]
+    before, after = sizes.shape(node.args[0].meta[VAL]), sizes.shape(node.meta[VAL])
     old = [i - len(before) for i, s in enumerate(before) if s != 1]
     new = [i - len(after) for i, s in enumerate(after) if s != 1]
     if [before[i] for i in old] != [after[i] for i in new]:
@@ -582,13 +582,13 @@ def _index(reader: MaskReader, node: fx.Node) -> Value | None:
     """x[i, j] with i, j counting all positions of dims: x with its dims at those."""
     source, indices = node.args[:2]
     leaf = reader.operand(source)
-    if not isinstance(leaf, Leaf) or leaf.dims != _own_dims(source):  # type: ignore[arg-type]
+    if not isinstance(leaf, Leaf) or leaf.dims != _own_dims(source):
         return None
-    sizes, shape = reader.program.sizes, source.meta[VAL].shape  # type: ignore[union-attr]
-    if len(indices) != len(shape):  # type: ignore[arg-type]
+    sizes, shape = reader.program.sizes, source.meta[VAL].shape
+    if len(indices) != len(shape):
         return None
     dims: list[int | None] = []
-    for which, size in zip(indices, shape, strict=True):  # type: ignore[arg-type]
+    for which, size in zip(indices, shape, strict=True):
         position = index_of(reader.operand(which))
         if position is None or len(position.terms) != 1 or position.constant or position.terms[0][1] != 1:
             return None

@@ -252,7 +252,7 @@ def walk(
                 for part in parts:
                     apart = root[part] is part
                     if apart:
-                        held[part], sizes[part.args[1]] = sizes[part.args[1]], 0  # type: ignore[index]
+                        held[part], sizes[part.args[1]] = sizes[part.args[1]], 0
                         now += held[part]
                         of_results += held[part] if part in results else 0
             held[node] = sum(sizes)
@@ -300,15 +300,15 @@ def _memory(node: fx.Node, root: Mapping[fx.Node, fx.Node | None], given: Mappin
     if is_wait(node):
         return root[source]
     if writes(node):
-        inplace = next((i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None), 0)  # type: ignore[union-attr]
-        return root[node.args[inplace]]  # type: ignore[index]
+        inplace = next((i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None), 0)
+        return root[node.args[inplace]]
     if shows_operand(node) and not copies(node) and not _reshape_copies(node):
         return root[source]
     return node
 
 
 def _reshape_copies(node: fx.Node) -> bool:
-    value: Any = node.args[0]
+    value = node.args[0]
     return node.target in _RESHAPES and not value.meta[VAL].is_contiguous()
 
 
@@ -324,7 +324,7 @@ def _workspace(program: Program, node: fx.Node) -> int:
     return _block(taken(shapes, itemsize))
 
 
-class _Shape(tuple):  # type: ignore[type-arg]
+class _Shape(tuple):
     """A shape among arguments."""
 
 

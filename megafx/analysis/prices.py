@@ -94,13 +94,13 @@ def copies(node: fx.Node) -> bool:
     """True if what its schema calls a view is a copy: of an operand that lies otherwise in memory."""
     if node.target is not aten.contiguous.default:
         return False
-    operand: Any = node.args[0]
+    operand = node.args[0]
     return not operand.meta[VAL].is_contiguous()
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:
     kind, operands = STARTS[node.target], node.all_input_nodes
-    args: Any = node.args
+    args = node.args
     inner = 1
     if args[-1] in OUTER_AXES:
         sizes = axes_of(program, t)
@@ -122,7 +122,7 @@ def exchange_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int
     places: Any = argument(node, "places")
     ranks = int(places.meta[VAL].shape[1])
     sent = exchanged_bytes(program, node, ranks)
-    operand: Any = node.args[0]
+    operand = node.args[0]
     moved = 2 * sent * ranks // (ranks - 1) + sum(bytes_of(program, n) for n in (node, operand))
     inner = inner_ranks(EXPERT_AXIS, axes_of(program, t))
     return library_seconds(ALL_TO_ALL, sent, hardware, ranks, inner) + memory_seconds(moved, hardware)
@@ -140,5 +140,5 @@ def _terms(program: Program, node: fx.Node, name: str, operands: list[torch.Tens
         return int(terms(*shapes))
     if cost_kind(name) == ATTENTION:
         return _workload(program, operands[1].shape[-2])
-    left: Any = node.args[_LEFT.get(name, 0)]
+    left = node.args[_LEFT.get(name, 0)]
     return _workload(program, left.meta[VAL].shape[-1]) if isinstance(left, fx.Node) else 1

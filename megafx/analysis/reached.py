@@ -33,11 +33,11 @@ def find_reached(program: Program) -> Reached | None:
         if node.op == "output":
             continue
         if node.target is torch.ops.megafx.eager_call.default:
-            tensors: Any = node.args[0]
-            key: Any = node.args[4]
+            tensors = node.args[0]
+            key = node.args[4]
             of_results[key] = [0] * (len(node.meta[VAL]) - 2)
             for user in node.users:
-                place: Any = user.args[1]
+                place = user.args[1]
                 if user.target is operator.getitem and place >= 2:
                     of_results[key][place - 2] |= found.get(user, 0)
             for i, x in enumerate(tensors):

@@ -172,7 +172,7 @@ def masked_before(program: Program, scores: fx.Node) -> bool:
                 return True
             scores = (made or both)[0]
         else:
-            scores = scores.args[0]  # type: ignore[assignment]  # a node
+            scores = scores.args[0]
     return op_name(scores) in ("masked_fill", "where")
 
 

@@ -267,7 +267,7 @@ class Values:
             return _Unknown()
         known: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.known[n])
         args, kwargs = known
-        target: Any = node.target
+        target = node.target
         if target is torch.ops.megafx.eager_call.default:
             call = find_call(args[4])
             if call.names or call.random:

@@ -381,8 +381,8 @@ class Reads:
             return
         old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
         try:
-            cls.__getattribute__ = self.getattribute(cls.__getattribute__)  # type: ignore[method-assign,assignment]
-            cls.__setattr__ = self.setattribute(cls.__setattr__)  # type: ignore[method-assign,assignment]
+            cls.__getattribute__ = self.getattribute(cls.__getattribute__)  # type: ignore[method-assign]
+            cls.__setattr__ = self.setattribute(cls.__setattr__)  # type: ignore[method-assign]
         except TypeError:  # of an extension: compared by identity alone
             return
         self.patched[cls] = old

@@ -44,7 +44,7 @@ class _PassedOn(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         found = None if gradient is None else ctx.hook(gradient)
         return gradient if found is None else found, None
 

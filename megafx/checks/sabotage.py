@@ -66,7 +66,7 @@ def replaced(graph: fx.Graph, node: fx.Node, make: Callable[[Emit], Any]) -> Ite
 
 def without(emit: Emit, start: fx.Node, t: int) -> fx.Node:
     """The rank's own contribution."""
-    x: Any = start.args[0]
+    x = start.args[0]
     if start.target in EXCHANGES:
         return _alone(emit, start, t)
     match COLLECTIVES[start.target]:
@@ -84,7 +84,7 @@ def without(emit: Emit, start: fx.Node, t: int) -> fx.Node:
 
 def with_another(emit: Emit, start: fx.Node, t: int) -> fx.Node:
     """Another collective, or the same without its reduction."""
-    x: Any = start.args[0]
+    x = start.args[0]
     axis = start.args[-1]
     if start.target in EXCHANGES:  # what arrives in the order of other rows
         return emit(aten.flip.default, emit(start.target, *start.args), [0])

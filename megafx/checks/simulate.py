@@ -107,7 +107,7 @@ class _Lockstep:
         results = []
         for rank in range(self.t):
             with on_mesh(self.ranks[rank]):
-                results.append(node.target(*args[rank], **kwargs[rank]))  # type: ignore[operator]
+                results.append(node.target(*args[rank], **kwargs[rank]))
         return results
 
     def _together(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
@@ -445,7 +445,7 @@ def _result_placement(program: Program, name: str) -> Placement:
     """Placement of the user output `name`; whole on every rank where the graph says nothing."""
     for spec, node in zip(program.outputs, program.results(), strict=True):
         if spec.name == name and spec.kind == "user" and isinstance(node, fx.Node):
-            return spec.placement or node.meta.get(PLACEMENT, I)  # type: ignore[no-any-return]
+            return spec.placement or node.meta.get(PLACEMENT, I)
     return I
 
 

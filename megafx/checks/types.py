@@ -157,8 +157,8 @@ class _Checker:
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source, index = node.args[:2]
-            each = self.several[source]  # type: ignore[index]
-            self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))  # type: ignore[index]
+            each = self.several[source]
+            self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))
             return
         try:
             selected = None if self.inner else self.selected.typed(node)
@@ -256,7 +256,7 @@ def _say(p: Placement) -> str:
 
 def _check_mean(checker: _Checker, node: fx.Node) -> None:
     """A mean over a shard may only be divided by the number of ranks, which makes a summand of it."""
-    source: Any = node.args[0]
+    source = node.args[0]
     if all(u.target is torch.ops.aten.div.Scalar and u.args[1] == checker.t for u in node.users):
         return
     over = node.args[1] if len(node.args) > 1 else None
@@ -269,7 +269,7 @@ def _check_mean(checker: _Checker, node: fx.Node) -> None:
 
 def _check_embedding(checker: _Checker, node: fx.Node) -> None:
     """Ids are global and rows local, so a table that is cut by rows is looked up by `embedding_of_rank` only."""
-    table: Any = node.args[0]
+    table = node.args[0]
     if any(f.is_shard and f.dim == 0 for f in checker.facts.get(table, ())):
         raise fail(node, f"looks up all ids in %{table.name}, of which a rank has some rows")
 
@@ -285,7 +285,7 @@ def _check_transition(checker: _Checker, node: fx.Node) -> None:
 def _operands(node: fx.Node) -> dict[str, Any]:
     """Tensor operands by name, and the layout; what only detaches a value is left out."""
     found: dict[str, Any] = {}
-    target: Any = node.target
+    target = node.target
     for given, value in zip(target._schema.arguments, node.args, strict=True):
         while isinstance(value, fx.Node) and str(value.target) in SAME[1:]:
             value = value.args[0]
@@ -316,17 +316,17 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
-    source: Any = node.args[0]
+    source = node.args[0]
     before, after = (checker.program.sizes.shape(n.meta[VAL]) for n in (source, node))
     found: list[Placement] = []
     for fact in checker.facts[source]:
         if not fact.is_shard:
             found.append(fact)
         elif str(node.target) == "aten.unsqueeze.default":
-            new = int(node.args[1]) % len(after)  # type: ignore[arg-type]
+            new = int(node.args[1]) % len(after)
             found.append(S(fact.dim + (fact.dim >= new), fact.cut))
         elif str(node.target) == "aten.squeeze.dim":
-            gone = int(node.args[1]) % len(before)  # type: ignore[arg-type]
+            gone = int(node.args[1]) % len(before)
             if before[gone] != 1 or fact.dim != gone:
                 found.append(S(fact.dim - (before[gone] == 1 and fact.dim > gone), fact.cut))
         else:
@@ -338,7 +338,7 @@ def _part_readings(checker: _Checker, node: fx.Node) -> Facts:
     """The gradient of one part of a blocked shard is a shard by each layout of which a forward slice took that part."""
     grad, _, dim, start, end, step = (*node.args, 1)[:6]
     shape, t = checker.program.sizes.shape(node.meta[VAL]), checker.t
-    dim, parts = int(dim) % len(shape), checker.facts.get(grad, ())  # type: ignore[arg-type]
+    dim, parts = int(dim) % len(shape), checker.facts.get(grad, ())
     low, high = _bounds(start, end, shape[dim])
     found: list[Placement] = []
     for whole in checker.sliced.get((shape, dim, low, high), ()) if step == 1 else ():
@@ -350,18 +350,17 @@ def _part_readings(checker: _Checker, node: fx.Node) -> Facts:
 
 def _remember_slice(checker: _Checker, node: fx.Node) -> None:
     source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])[:5]
-    shape = checker.program.sizes.shape(source.meta[VAL])  # type: ignore[union-attr]
-    dim = int(dim) % len(shape)  # type: ignore[arg-type]
+    shape = checker.program.sizes.shape(source.meta[VAL])
+    dim = int(dim) % len(shape)
     if step == 1:
         wholes = checker.sliced.setdefault((shape, dim, *_bounds(start, end, shape[dim])), {})
-        facts = checker.facts.get(source, ())  # type: ignore[arg-type]
+        facts = checker.facts.get(source, ())
         wholes.update({fact: None for fact in facts if fact.is_shard and fact.dim == dim})
 
 
 def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
     """Bits are drawn by global index, so the op must know how its operand is cut; its result is cut in the same way."""
     x, declared = node.args[0], _declared(checker, node)
-    assert isinstance(x, fx.Node)
     if checker._is(x, declared):
         return (declared,)
     if declared == R and checker._is(x, P):

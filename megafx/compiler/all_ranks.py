@@ -100,7 +100,7 @@ class _Meeting:
         return Executable(program, context, _Gathered(self, rank))
 
     def _change(self, node: fx.Node, rank: int) -> bool:
-        called: Any = node.target
+        called = node.target
         target = CALLED_DIRECTLY.get(called, called)
         if target in _WAITS:  # what the start gives here is there
             node.target = lambda begun, *_: begun

@@ -144,7 +144,7 @@ def _may_exchange_heads(program: Program, planner: Planner, attentions: list[fx.
     ranks, wanted = planner.data.context, planner.config.cp_comm_type
     found = list[fx.Node]()
     for node in attentions if wanted != "all_gather" else ():
-        heads = node.args[1].meta[VAL].shape[HEADS]  # type: ignore[union-attr]
+        heads = node.args[1].meta[VAL].shape[HEADS]
         if not isinstance(heads, int) or heads < ranks:
             if wanted == "a2a":
                 has = f"{heads} key-value head{'s' * (heads != 1)}, fewer than the {ranks} ranks of '{CONTEXT_AXIS}'"

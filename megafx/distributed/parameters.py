@@ -77,7 +77,7 @@ class CountedParameter(nn.Parameter):
     """A parameter on one rank whose every change is counted: by `_version`, also through `.data`, and by `replaced_memory`."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]  # an attribute there
+    def data(self) -> Tensor:
         """As Tensor.data, but that a write to it counts as one to the parameter."""
         return self.detach()
 
@@ -134,7 +134,7 @@ def take_fp32_gradients(parameters: Iterable[nn.Parameter | None]) -> None:
         if parameter is None:
             continue
         if parameter.dtype in _LOW:
-            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            parameter.grad_dtype = torch.float32
             _refuse_low_moments()
         if type(parameter) in (nn.Parameter, CountedParameter):
             _make_parameters_of_ours()

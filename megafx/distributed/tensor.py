@@ -65,7 +65,7 @@ class TPTensor(DispatchedTensor):
         return cast(TPTensor, memo[id(self)])
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As Tensor.data: the same shard without autograd. It can be set to a tensor of the same shape: of a whole one, this
         rank's part is taken (which is a copy where it is cut), and of another sharded one its shard, which is then shared."""
         return cast(torch.Tensor, torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]

@@ -215,7 +215,7 @@ def averaged(x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 def in_backward() -> bool:
     """True if autograd runs a backward now."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # torch.utils.checkpoint asks so too
+    return torch._C._current_graph_task_id() != -1
 
 
 class Part(torch.autograd.Function):

@@ -158,7 +158,7 @@ def mask_argument() -> type:
 
     base: Any = BlockMask  # whose attributes are computed here
 
-    class MaskArgument(base):  # type: ignore[misc]  # a class that mypy does not look into
+    class MaskArgument(base):
         """leaves: [0, queries], [0, keys], [rows, 0], and tensors. given: the BlockMask that they are of, once it is known."""
 
         def __init__(self, leaves: list[Any], form: _Form, given: Any = None) -> None:

@@ -72,7 +72,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
         return default
     if place < len(node.args):
         return node.args[place]
-    spec = node.target._schema.arguments[place]  # type: ignore[union-attr]
+    spec = node.target._schema.arguments[place]
     return spec.default_value if spec.has_default_value() else default
 
 
@@ -134,7 +134,7 @@ def behind(node: Any, ops: Collection[Any]) -> Any:
 
 def masks(node: fx.Node, operand: fx.Node) -> bool:
     """True if the node puts a number in the place of some elements of the operand: of padding."""
-    return node.target is aten.where.self and node.args[1] is operand and node.args[2].meta["val"].ndim == 0  # type: ignore[union-attr]
+    return node.target is aten.where.self and node.args[1] is operand and node.args[2].meta["val"].ndim == 0
 
 
 def behind_padding(node: fx.Node) -> fx.Node:
@@ -180,7 +180,7 @@ def shows_operand(node: fx.Node) -> bool:
 def storage_of(node: fx.Node) -> fx.Node:
     """The node that this one is a view of; itself if it is no view."""
     while shows_operand(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -206,12 +206,12 @@ def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
     if node is base or node.target is not aten.slice.Tensor or not _is_all_of(node.args[0], base):
         return base, 0, sys.maxsize
     source, dim, start, stop = (*node.args, 0, 0, 0)[:4]
-    value = source.meta.get(VAL)  # type: ignore[union-attr]
+    value = source.meta.get(VAL)
     known = isinstance(start, int) and isinstance(stop, int) and len(node.args) == 4 and 0 <= start <= stop
     if not (known and dim == 0 and isinstance(value, torch.Tensor) and value.is_contiguous()):
         return base, 0, sys.maxsize
     row = math.prod(value.shape[1:])
-    return (base, start * row, stop * row) if isinstance(row, int) else (base, 0, sys.maxsize)  # type: ignore[return-value,operator]
+    return (base, start * row, stop * row) if isinstance(row, int) else (base, 0, sys.maxsize)
 
 
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:

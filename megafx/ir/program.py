@@ -432,7 +432,7 @@ def compiled_graph(gm: fx.GraphModule) -> Callable[..., Any]:
 def recompute_val(program: Program, node: fx.Node) -> None:
     """Set `val` from the node's operands."""
     with program.fake_mode, torch.no_grad(), enable_python_dispatcher():
-        node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
+        node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))
 
 
 def number_nodes(graph: fx.Graph) -> None:

@@ -224,7 +224,7 @@ def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
         if node.target is not operator.getitem:
             named = getattr(node.meta["val"].fake_mode.shape_env, "row_counts", {})
             if node.args[1] in named:
-                found.setdefault(named[node.args[1]].node._expr, (node, 0))  # type: ignore[index]  # a name
+                found.setdefault(named[node.args[1]].node._expr, (node, 0))
         else:
             value: Any = node.meta["val"]
             env = getattr(getattr(value, "fake_mode", None), "shape_env", None)

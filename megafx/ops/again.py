@@ -26,9 +26,9 @@ AGAIN = torch.ops.megafx.again.default
 
 def in_forward(node: fx.Node) -> list[fx.Node]:
     """What forward needs to compute a node."""
-    return [node.args[0]] if node.target is AGAIN else node.all_input_nodes  # type: ignore[list-item]
+    return [node.args[0]] if node.target is AGAIN else node.all_input_nodes
 
 
 def when_repeated(node: fx.Node) -> list[fx.Node]:
     """What backward needs to compute a node again."""
-    return [node.args[1]] if node.target is AGAIN else node.all_input_nodes  # type: ignore[list-item]
+    return [node.args[1]] if node.target is AGAIN else node.all_input_nodes

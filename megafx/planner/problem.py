@@ -211,7 +211,7 @@ class Problem:
         source = node.args[0]
         if isinstance(source, fx.Node) and source in self.domains:
             index = node.args[1]
-            made = [a.result(index) for a in self.domains[source]]  # type: ignore[arg-type]  # a number
+            made = [a.result(index) for a in self.domains[source]]
             same = [[0.0 if p == b.out else math.inf for b in self.domains[node]] for p in made]
             key = ("element", self._domain_id(source), self._domain_id(node), index)
             self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))

@@ -36,7 +36,7 @@ def trace_events(costed: CostedGraph, step: StepTimes, memory: Curve, about: Map
     names = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "one rank, by megafx's cost model"}}]
     for track, name in TRACKS.items():
         names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": name}})
-        names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})  # type: ignore[dict-item]  # as the format has it
+        names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})
     return {
         "displayTimeUnit": "ms",
         "otherData": {k: str(v) for k, v in about.items()},

@@ -251,8 +251,8 @@ class _Tracing:
             gm = _make_graph_module({}, record(call, arguments), "Pattern")
         output = gm.graph.output_node()
         several = isinstance(output.args[0], (list, tuple))
-        output.args = (tuple(output.args[0]) if several else (output.args[0],),)  # type: ignore[arg-type]
-        results: Any = output.args[0]
+        output.args = (tuple(output.args[0]) if several else (output.args[0],),)
+        results = output.args[0]
         if not results or any(not isinstance(r, fx.Node) for r in results):
             raise PatternError(f"pattern '{self.pattern.name}': match returns something that is no tensor")
         outputs = [Output("user", str(i)) for i in range(len(results))]

@@ -264,7 +264,6 @@ def _transition(at: _Inference) -> Placement:
     flats = [[at.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat] for flat in layouts]
     src, dst = (Placement.parse(str(tag), flat) for tag, flat in zip((src_tag, dst_tag), flats, strict=True))
     have, want = at.fact(source), R if src.kind == "I" else src
-    assert isinstance(source, fx.Node)
     uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes, src.cut)
     held = same_value(have, want, at.t, at.sizes) or (want == M and have == R)  # the largest of equal values
     if not held and not uniform and not (want == P and is_zero(source)):

@@ -78,7 +78,7 @@ class SelectedRows:
         raise NotOwnRows(f"{name} of them")
 
     def _places(self, node: fx.Node) -> Placement | None:
-        mask: Any = node.args[0]
+        mask = node.args[0]
         held = self.fact(mask)
         if not held.is_shard:
             return None
@@ -91,7 +91,7 @@ class SelectedRows:
 
     def _travels(self, node: fx.Node) -> Placement:
         """Where a rank's tokens go is its own affair, and no value that others have a part of. Sums come home as tokens lie."""
-        given: Any = node.args
+        given = node.args
         name, source = op_name(node), self.fact(given[0])
         if name == "places_of":
             of_ids: tuple[int, ...] = self.shape(given[0])
@@ -108,14 +108,14 @@ class SelectedRows:
         return home if home.is_shard else S(0, Layout.contiguous(self.count(node), self.ranks))
 
     def _are_selected(self, node: fx.Node) -> bool:
-        parts: Any = node.args[0]
+        parts = node.args[0]
         dim = int(argument(node, "dim")) % max(node.meta["val"].dim(), 1)
         each = [self.fact(part) for part in parts]
         return all(p.is_shard and p.dim == dim and p.cut.size in self.masks for p in each)
 
     def _below(self, node: fx.Node) -> Placement:
         """Rows of several masks, one below the other."""
-        parts: Any = node.args[0]
+        parts = node.args[0]
         held = [self.fact(part) for part in parts]
         counts = tuple(p.cut.size for p in held)
         if self.joined.setdefault(sum(counts), counts) != counts:
@@ -131,7 +131,7 @@ class SelectedRows:
 
     def _column(self, node: fx.Node, places: fx.Node) -> Placement:
         """One column of the places, or all of a mask of one dim."""
-        mask: Any = places.args[0]
+        mask = places.args[0]
         cut, name = self.places[places], op_name(node)
         alone = mask.meta["val"].dim() == 1
         if node.target in COPIES or name == "detach":
@@ -148,7 +148,7 @@ class SelectedRows:
     def _indices(self, node: fx.Node) -> tuple[dict[int, fx.Node], int]:
         """(dim of the indexed value -> its index, the dim of the indices in the result, or in what is written)."""
         if op_name(node) in ("index_select", "index_add"):
-            source: Any = node.args[0]
+            source = node.args[0]
             dim = int(argument(node, "dim")) % max(source.meta["val"].dim(), 1)
             return {dim: argument(node, "index")}, dim
         given = {d: index for d, index in enumerate(argument(node, "indices")) if index is not None}

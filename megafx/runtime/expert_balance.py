@@ -49,7 +49,7 @@ def _ends(program: Program) -> dict[str, str]:
     for node in program.graph.find_nodes(op="call_function", target=ops.grouped_mm.default):
         if in_backward(node):
             continue
-        end: Any = node.args[2]
+        end = node.args[2]
         received = behind(end, _ADDED)
         if received.target is ops.count_received.default:
             end = received.args[0].args[0]  # of counts_sent

@@ -86,7 +86,7 @@ def _is_recomputed(value: Any) -> bool:
     made = behind(value, RESHAPES)
     if made.target is not operator.getitem:
         return False
-    source: Any = made.args[0]
+    source = made.args[0]
     return bool(facts_of(source.target).recompute) and made.args[1] == len(source.meta[VAL]) - 1
 
 

@@ -230,14 +230,14 @@ def adds_in_place(parameter: nn.Parameter, edge: Any) -> bool:
 
     edge: the autograd node that receives it.
     """
-    grad, dtype = parameter.grad, parameter.grad_dtype or parameter.dtype  # type: ignore[attr-defined]
+    grad, dtype = parameter.grad, parameter.grad_dtype or parameter.dtype
     if grad is None or edge is None or grad.requires_grad or grad.dtype != dtype or isinstance(grad, HeldGradient):
         return False
     if type(grad) not in (Tensor, TPTensor) or not local_of(grad).is_contiguous():
         return False
     if isinstance(grad, TPTensor) and grad._spec.placements != parameter._spec.placements:  # type: ignore[attr-defined]
         return False
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(edge))

@@ -52,7 +52,7 @@ def only_with_gradients(tensor: torch.Tensor) -> None:
     for key, hook in hooks.items():
         if not isinstance(hook, (GradientForm, _IfGiven, _Arrival)):
             hooks[key] = _IfGiven(hook)
-    later: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]  # a C attribute
+    later: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     new = [key for key, hook in later.items() if not isinstance(hook, _IfArrived)]
     if new:
         arrival = next((hook for hook in hooks.values() if isinstance(hook, _Arrival)), None)

@@ -137,7 +137,7 @@ class _Value(torch.autograd.Function):
         return make().detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         return None if gradient is None else gradient.to(ctx.dtype), None
 
 

@@ -260,9 +260,9 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if node.target in (aten.detach.default, aten.alias.default):
         return source
     if node.target is aten.t.default and source.target is aten.t.default:
-        return source.args[0]  # type: ignore[return-value]
+        return source.args[0]
     if node.target is aten.copy.default:  # into memory of this form: a copy that changes nothing but the memory
-        given: Any = node.args[1]
+        given = node.args[1]
         value = given.meta[VAL]
         alike = value.dtype == node.meta[VAL].dtype and value.device == node.meta[VAL].device
         forms = [[*v.shape, *v.stride()] for v in (value, node.meta[VAL])]

@@ -70,13 +70,13 @@ class _Widen:
 
     def _made(self, node: fx.Node) -> fx.Node:
         target, value = node.target, node.meta[VAL]
-        if target is aten._to_copy.default and node.args[0].meta[VAL].is_floating_point():  # type: ignore[union-attr]
-            inner = self(node.args[0])  # type: ignore[arg-type]
+        if target is aten._to_copy.default and node.args[0].meta[VAL].is_floating_point():
+            inner = self(node.args[0])
             return inner if inner.meta[VAL].dtype == torch.float32 else node
         if shows_operand(node) or target in _PASSES_ON:
-            return self._again(node, [self(node.args[0])])  # type: ignore[arg-type]
+            return self._again(node, [self(node.args[0])])
         if target is aten.add.Tensor and all(_is_float(a) for a in node.args):
-            return self._again(node, [self(a) for a in node.args])  # type: ignore[arg-type]
+            return self._again(node, [self(a) for a in node.args])
         if not isinstance(value, torch.Tensor) or value.dtype not in LOW:
             return node
         return self._leaf(node)
@@ -89,10 +89,10 @@ class _Widen:
         if self.products:
             if target is aten.mm.default:
                 return self._emit(node, mm_fp32, *args)
-            if target is aten.addmm.default and args[0].meta[VAL].shape == node.meta[VAL].shape and len(args) == 3:  # type: ignore[union-attr]
-                return self._emit(node, addmm_fp32, self(args[0]), *args[1:])  # type: ignore[arg-type]
+            if target is aten.addmm.default and args[0].meta[VAL].shape == node.meta[VAL].shape and len(args) == 3:
+                return self._emit(node, addmm_fp32, self(args[0]), *args[1:])
             if target in _LOOKUPS:
-                return self._emit(node, target, self._cast(args[0]), *args[1:])  # type: ignore[arg-type]
+                return self._emit(node, target, self._cast(args[0]), *args[1:])
             if self._widen_loss(node):
                 return node
         return self._cast(node)

@@ -60,7 +60,6 @@ def _is_sum(node: fx.Node, sizes: Sizes) -> bool:
 def _summands(node: fx.Node, sizes: Sizes) -> list[fx.Node]:
     found: list[fx.Node] = []
     for operand in node.args:
-        assert isinstance(operand, fx.Node)
         inner = _is_sum(operand, sizes) and len(operand.users) == 1
         found += _summands(operand, sizes) if inner else [operand]
     return found
@@ -84,8 +83,7 @@ def _piece(node: fx.Node) -> Piece | None:
     stop = size if stop is None else stop
     if not isinstance(stop, int):
         return None
-    start, stop = (max(0, min(n + size if n < 0 else n, size)) for n in (start, stop))  # type: ignore[operator]
-    assert isinstance(gradient, fx.Node) and isinstance(dim, int)
+    start, stop = (max(0, min(n + size if n < 0 else n, size)) for n in (start, stop))
     return Piece(node, gradient, dim % value.dim(), start, stop, size)
 
 
@@ -113,7 +111,7 @@ def _side_by_side(build: Builder, pieces: list[Piece]) -> list[fx.Node]:
 
     def zeros(width: int) -> None:
         if width:
-            shape: list[Any] = list(pieces[0].node.args[1])  # type: ignore[arg-type]
+            shape: list[Any] = list(pieces[0].node.args[1])
             shape[dim] = width
             parts.append(build(aten.new_zeros.default, pieces[0].gradient, shape))
 

@@ -61,7 +61,6 @@ def _gradient(part: fx.Node) -> tuple[fx.Node, int] | None:
     if not isinstance(result, fx.Node) or result.target is not operator.getitem:
         return None
     source, index = result.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
     shown, made = part.meta[VAL], result.meta[VAL]
     joined = shown.dim() in (2, 3) and made.dim() == 4 and shown.shape[-1] == made.shape[1] * made.shape[3]
     alone = all(len(n.users) == 1 for n in (part, turned, result))

@@ -48,13 +48,12 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(gradient.target, *gradient.args[:-1], True)  # type: ignore[arg-type]
+    again = build(gradient.target, *gradient.args[:-1], True)
     gradient.replace_all_uses_with(again)
     value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
     shown = {output: value}  # each view of the output -> the same view of `value`
     for view in _views(output)[1:]:
         args = tuple(shown.get(x, x) if isinstance(x, fx.Node) else x for x in view.args)
-        assert callable(view.target)
         shown[view] = build(view.target, *args, **view.kwargs)
     for reader in readers:
         for old, new in shown.items():

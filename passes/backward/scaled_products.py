@@ -152,7 +152,7 @@ class _Scaler(Maxima):
         for node in self.program.graph.nodes:
             if node.target not in LINEARS or in_backward(node):
                 continue
-            args: Any = node.args
+            args = node.args
             bias, x, turned = (None, *args) if node.target is aten.mm.default else args[:3]
             is_turned = isinstance(turned, fx.Node) and turned.target is aten.t.default
             if not is_turned or node.kwargs or not self._is_weight(turned.args[0]):
@@ -165,7 +165,7 @@ class _Scaler(Maxima):
             results = {n.args[0] for n in linear.dgrads}
             for n in linear.x.users:
                 if _is_product(n) and in_backward(n) and n.args[1] is linear.x:
-                    left: Any = n.args[0]
+                    left = n.args[0]
                     mine = left.target is aten.t.default and self._made_by(linear, left.args[0], n, results)
                     linear.wgrads += [n] if mine else []
         self.placed = places((linear.product for linear in self.found), self.layers, self.config)
@@ -233,9 +233,9 @@ class _Scaler(Maxima):
 
     def note_reads(self, linear: _Linear) -> None:
         """Which values its products read as they are, and which transposed."""
-        self.read["plain"] |= {linear.x, *map(_left, linear.dgrads)}
+        self.read["plain"] |= {linear.x, *(dgrad.args[0] for dgrad in linear.dgrads)}
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
-            self.read["turned"].add(_left(_left(wgrad)))
+            self.read["turned"].add(wgrad.args[0].args[0])
             if self._is_there(linear.x):
                 self.late.setdefault(linear.x, []).append(wgrad)
             else:
@@ -304,7 +304,7 @@ class _Scaler(Maxima):
         readers = {u for user in value.users for u in ((user,) if user.target is not aten.t.default else user.users)}
         if not self._all_scaled(readers, scaled):
             return value, None
-        return _left(value), Placement.parse(str(value.args[1]), layout_of(self.program, value.args[3]))
+        return value.args[0], Placement.parse(str(value.args[1]), layout_of(self.program, value.args[3]))
 
     def _all_scaled(self, readers: set[fx.Node], scaled: set[fx.Node]) -> bool:
         kept = {n for linear in self.found if linear.kept for n in (linear.product, *linear.dgrads, *linear.wgrads)}
@@ -350,11 +350,11 @@ class _Scaler(Maxima):
             y = total
         product.replace_all_uses_with(y)
         for dgrad in linear.dgrads:
-            dy = self.cast(_left(dgrad), dy_held, over_rows, self.gradients, dgrad)
+            dy = self.cast(dgrad.args[0], dy_held, over_rows, self.gradients, dgrad)
             w = self.cast_here(linear.weight, w_held, over_columns, dgrad)
             dgrad.replace_all_uses_with(self._product(dgrad, dy.q, self.turned(w, dgrad), dy, w))
         for wgrad in linear.wgrads if self.config.fp8_wgrad else ():
-            dy = self.cast(_left(_left(wgrad)), dy_held, over_columns, self.gradients, wgrad)
+            dy = self.cast(wgrad.args[0].args[0], dy_held, over_columns, self.gradients, wgrad)
             x = (
                 self.cast_here(linear.x, x_held, over_columns, min(self.late[linear.x]))
                 if linear.x in self.late
@@ -440,13 +440,6 @@ class _Scaler(Maxima):
         gradients = f", gradients {self.gradients}" if len(parts) > 1 else ""
         scale = "a scale for each row along the summed dim" if self.rowwise else "one scale a matrix"
         return f"{', '.join(parts)} in FP8: e4m3{gradients}; {scale}"
-
-
-def _left(node: fx.Node) -> fx.Node:
-    """Its first operand."""
-    found = node.args[0]
-    assert isinstance(found, fx.Node)
-    return found
 
 
 def _is_product(node: fx.Node) -> bool:

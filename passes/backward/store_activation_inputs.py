@@ -103,7 +103,7 @@ def _restore(
     for operand, value, cast in zip(operands, values, made[values], strict=True):
         back = build(restored, *cast, value.meta[VAL].dtype)
         for view in _views(operand, value):
-            back = build(view.target, back, *view.args[1:])  # type: ignore[arg-type]  # an op
+            back = build(view.target, back, *view.args[1:])
         gradient.replace_input_with(operand, back)
 
 

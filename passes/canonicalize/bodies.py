@@ -54,7 +54,7 @@ def _inline(editor: Editor, call: fx.Node, outer: _Mode) -> Any:
         device_type, dtype, enabled, cache_enabled, inner, *operands = call.args
         settings = {"device_type": device_type, "dtype": dtype, "enabled": enabled, "cache_enabled": cache_enabled}
         mode = _Mode(outer.grad, settings)
-    body = getattr(editor.program.gm, str(inner.target))  # type: ignore[union-attr]
+    body = getattr(editor.program.gm, str(inner.target))
     made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     results = _copy_body(editor, call, body, made, mode)
     if outer.grad and not mode.grad:
@@ -96,7 +96,7 @@ def _substitute(call: fx.Node, results: Any) -> None:
     """Give the users of a call, which are getitems of its tuple of results, these results."""
     for user in list(call.users):
         if user.target is operator.getitem and isinstance(results, (tuple, list)):
-            value = results[user.args[1]]  # type: ignore[index]
+            value = results[user.args[1]]
             if isinstance(value, fx.Node):
                 user.replace_all_uses_with(value)
                 user.graph.erase_node(user)
@@ -160,7 +160,7 @@ def _run(editor: Editor, node: fx.Node, casts: dict[fx.Node, torch.dtype]) -> An
     with editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
         args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
         try:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return node.target(*args, **kwargs)
         except RuntimeError:  # the operands' dtypes do not go together: this is no way to cast them
             return None
 

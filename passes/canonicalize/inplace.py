@@ -52,7 +52,7 @@ def take_views_for_reshapes(editor: Editor) -> int:
     order = {node: i for i, node in enumerate(editor.graph.nodes)}
     for node in list(order):
         if node.target in _RESHAPES:
-            operand: Any = node.args[0]
+            operand = node.args[0]
             if any(order[user] > order[node] for user in operand.users):
                 raise _refuse(node, f"{node.target} changes the shape of a tensor that is used under another name, too")
             count += respell(node, functional_form(node), node.args, dict(node.kwargs))
@@ -150,7 +150,7 @@ class _Functionalizer:
                 raise _refuse(
                     where, f"{where.target} reads a view made by {op_name(node)}, whose memory was written since"
                 )
-            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)
             self.current[node], self.seen[node] = inherit(again, node, BY), version
         return self.current.get(node, node)
 
@@ -158,7 +158,7 @@ class _Functionalizer:
 
     def _write(self, node: fx.Node) -> None:
         self._out_as_copy(node)
-        schema = node.target._schema  # type: ignore[union-attr]
+        schema = node.target._schema
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         target = argument(node, written[0])
         if len(written) != 1 or written[0] != schema.arguments[0].name or not isinstance(target, fx.Node):
@@ -198,7 +198,7 @@ class _Functionalizer:
 
     def _out_as_copy(self, node: fx.Node) -> None:
         """op(..., out=x) becomes x.copy_(op(...)), where the op has a form without `out` and x its shape."""
-        schema = node.target._schema  # type: ignore[union-attr]
+        schema = node.target._schema
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         out = node.kwargs.get("out")
         if written != ["out"] or not isinstance(out, fx.Node):
@@ -250,9 +250,9 @@ class _Functionalizer:
         elif node.target is aten.bernoulli_.float:  # whose default, 0.5, is none of the functional form's
             new = emit(aten.bernoulli.p, old, argument(node, "p"))
         elif node.target in (aten.copy_.default, aten.fill_.Tensor):
-            new = rest[0]  # type: ignore[assignment]
+            new = rest[0]
         else:
-            new = emit(functional_form(node), old, *rest, **kwargs)  # type: ignore[misc,arg-type]
+            new = emit(functional_form(node), old, *rest, **kwargs)
         if new.meta[VAL].device != value.device:  # copy_ takes a number from the host
             new = emit(aten.to.device, new, value.device, value.dtype)
         elif new.meta[VAL].dtype != value.dtype:
@@ -271,7 +271,7 @@ class _Functionalizer:
     def _scatter(self, view: fx.Node, whole: fx.Node, part: fx.Node, where: fx.Node) -> fx.Node:
         """`whole` with the elements that `view` shows replaced by `part`: the inverse of the view."""
         emit = self.editor.at(where)
-        target: Any = view.target
+        target = view.target
         rest = view.args[1:]
         if target is aten.detach.default:
             return emit(aten.detach.default, part)
@@ -300,7 +300,7 @@ class _Functionalizer:
     def _output_mutations(self) -> None:
         program = self.editor.program
         output = program.output_node()
-        values = list(output.args[0])  # type: ignore[arg-type]
+        values = list(output.args[0])
         for node, spec in program.input_nodes():
             if node in self.version and spec.kind != "user":  # what arguments hold is an output already
                 values.append(self.current[node])
@@ -320,7 +320,7 @@ def functional_form(node: fx.Node) -> Callable[..., Any]:
     name = op_name(node)
     plain = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.rstrip("_")
     packet = getattr(aten, plain, None)
-    overload = node.target._overloadname  # type: ignore[union-attr]
+    overload = node.target._overloadname
     if packet is None or overload not in packet.overloads():
         raise _refuse(node, f"{node.target} has no functional form")
     return getattr(packet, overload)

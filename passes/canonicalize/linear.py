@@ -33,11 +33,11 @@ def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> b
         bias, x, weight = node.args[:3]
         if argument(node, "alpha") != 1 or argument(node, "beta") != 1 or not _is_vector(bias):
             return False
-        if not editor.same(bias.meta[VAL].shape[0], node.meta[VAL].shape[-1]):  # type: ignore[union-attr]
+        if not editor.same(bias.meta[VAL].shape[0], node.meta[VAL].shape[-1]):
             return False
     else:
         (x, weight), bias = node.args, None
-    if weight not in weights or weight.meta[VAL].dim() != 2 or not is_tensor(x) or x.meta[VAL].dim() < 2:  # type: ignore[union-attr]
+    if weight not in weights or weight.meta[VAL].dim() != 2 or not is_tensor(x) or x.meta[VAL].dim() < 2:
         return False
     turned: Any = weight  # linear wants [out, in]; a transpose of a transpose is left out
     back = turned.target is aten.transpose.int
@@ -51,14 +51,14 @@ def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> 
     if argument(node, "alpha") != 1:
         return False
     for product, bias in (node.args[:2], node.args[1::-1]):
-        if not (is_tensor(product) and product.target is aten.linear.default and len(product.users) == 1):  # type: ignore[union-attr]
+        if not (is_tensor(product) and product.target is aten.linear.default and len(product.users) == 1):
             continue
-        if argument(product, "bias") is not None or bias not in weights or not _is_vector(bias):  # type: ignore[arg-type]
+        if argument(product, "bias") is not None or bias not in weights or not _is_vector(bias):
             continue
-        if product.meta[VAL].dtype != node.meta[VAL].dtype or bias.meta[VAL].dtype != node.meta[VAL].dtype:  # type: ignore[union-attr]
+        if product.meta[VAL].dtype != node.meta[VAL].dtype or bias.meta[VAL].dtype != node.meta[VAL].dtype:
             continue
-        if editor.same(bias.meta[VAL].shape[0], node.meta[VAL].shape[-1]):  # type: ignore[union-attr]
-            return respell(node, aten.linear.default, (*product.args[:2], bias))  # type: ignore[union-attr]
+        if editor.same(bias.meta[VAL].shape[0], node.meta[VAL].shape[-1]):
+            return respell(node, aten.linear.default, (*product.args[:2], bias))
     return False
 
 
@@ -69,10 +69,10 @@ def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
     The reshape may have joined heads as well: [b, s, n, d] -> [b*s, n*d] leaves [b, s, n*d].
     """
     flat = node.args[0]
-    if not (is_tensor(flat) and flat.target is aten.reshape.default):  # type: ignore[union-attr]
+    if not (is_tensor(flat) and flat.target is aten.reshape.default):
         return False
-    source = flat.args[0]  # type: ignore[union-attr]
-    before, after = source.meta[VAL], flat.meta[VAL]  # type: ignore[union-attr]
+    source = flat.args[0]
+    before, after = source.meta[VAL], flat.meta[VAL]
     if before.dim() <= after.dim() or after.dim() != 2:
         return False
     emit = editor.at(node)
@@ -97,7 +97,7 @@ def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int |
 @on("reshape")
 def merge_reshapes(editor: Editor, node: fx.Node) -> bool:
     """reshape of a reshape -> one reshape; back to the first shape -> nothing."""
-    inner: Any = node.args[0]
+    inner = node.args[0]
     if not is_tensor(inner) or inner.target is not aten.reshape.default:
         return False
     if editor.same_shape(inner.args[0].meta[VAL], node.meta[VAL]):
@@ -124,7 +124,7 @@ def unflatten_rows(editor: Editor, node: fx.Node) -> bool:
     flat = node.meta[VAL]
     if not isinstance(flat, torch.Tensor) or flat.dim() != 2:
         return False
-    if node.target in _NORMS and len(node.args[1]) != 1:  # type: ignore[arg-type]
+    if node.target in _NORMS and len(node.args[1]) != 1:
         return False
     sources: dict[fx.Node, fx.Node] = {}
     for operand in node.all_input_nodes:
@@ -138,7 +138,7 @@ def unflatten_rows(editor: Editor, node: fx.Node) -> bool:
     if not shapes or not all(editor.same_shape(shapes[0], s) for s in shapes):
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: sources.get(n, n))
-    new = editor.at(node)(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    new = editor.at(node)(node.target, *args, **kwargs)
     return replace(node, editor.at(node)(aten.reshape.default, new, editor.shape(flat)))
 
 
@@ -146,7 +146,7 @@ def _source(editor: Editor, operand: fx.Node) -> Any:
     """What the rows of a reshape were before their leading dims became one; None for anything else."""
     if operand.target is not aten.reshape.default:
         return None
-    source: Any = operand.args[0]
+    source = operand.args[0]
     before, after = source.meta[VAL], operand.meta[VAL]
     if before.dim() <= after.dim() or not editor.same(before.shape[-1], after.shape[-1]):
         return None

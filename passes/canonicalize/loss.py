@@ -51,7 +51,7 @@ def loss_of_elements(editor: Editor, node: fx.Node) -> bool:
     if kind == _NONE:
         return False
     emit = editor.at(node)
-    each = emit(node.target, *node.args, **node.kwargs)  # type: ignore[arg-type]
+    each = emit(node.target, *node.args, **node.kwargs)
     set_arguments(each, reduction=_NONE)
     recompute_val(editor.program, each)
     return replace(node, emit(aten.mean.default if kind == _MEAN else aten.sum.default, each))

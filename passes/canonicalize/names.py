@@ -51,7 +51,7 @@ def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:
     """to.*, type_as, _to_copy -> aten.to.dtype(x, dtype): within one device a cast is all that they do."""
     if not is_tensor(node.args[0]):
         return False
-    source, value = node.args[0].meta[VAL], node.meta[VAL]  # type: ignore[union-attr]
+    source, value = node.args[0].meta[VAL], node.meta[VAL]
     return source.device == value.device and respell(node, aten.to.dtype, (node.args[0], value.dtype))
 
 
@@ -83,7 +83,7 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
     """The value is that of the first operand, where that has the same shape, dtype and device."""
     if not is_tensor(node.args[0]):
         return False
-    source, value = node.args[0].meta[VAL], node.meta[VAL]  # type: ignore[union-attr]
+    source, value = node.args[0].meta[VAL], node.meta[VAL]
     if value.dtype != source.dtype or value.device != source.device or not editor.same_shape(source, value):
         return False
     if node.target is aten.slice.Tensor and argument(node, "step") not in (None, 1):
@@ -103,7 +103,7 @@ def expand_of_broadcast(editor: Editor, node: fx.Node) -> bool:
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return False
-    operands: Any = source.args[0]
+    operands = source.args[0]
     operand, value = operands[node.args[1]], node.meta[VAL]
     if editor.same_shape(operand.meta[VAL], value):
         return replace(node, operand)
@@ -113,7 +113,7 @@ def expand_of_broadcast(editor: Editor, node: fx.Node) -> bool:
 @on("cat")
 def erase_empty_operands(editor: Editor, node: fx.Node) -> bool:
     """cat leaves out operands without elements; where one operand is left, it is that operand."""
-    operands, value = list(node.args[0]), node.meta[VAL]  # type: ignore[arg-type]
+    operands, value = list(node.args[0]), node.meta[VAL]
     dim = argument(node, "dim", 0) % max(value.dim(), 1)
     kept = [n for n in operands if not _is_empty(n, dim, value)]
     if len(kept) == len(operands) or not kept:
@@ -150,7 +150,7 @@ def erase_idle_dropout(editor: Editor, node: fx.Node) -> bool:
 @on("", operator.getitem)
 def resolve_getitem(editor: Editor, node: fx.Node) -> bool:
     """getitem of a literal tuple (the result of an inlined body) is its element."""
-    values: Any = node.args[0]
+    values = node.args[0]
     return not isinstance(values, fx.Node) and replace(node, values[node.args[1]])
 
 

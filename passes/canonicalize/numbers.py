@@ -89,7 +89,7 @@ class _Leaving:
             return ("of", self._known(tensor, output, plain))
         assert not node.kwargs
         args = (self._operand(x, output) for x in node.args)
-        return ("call", FUNCTION_NAMES[node.target], *args)  # type: ignore[index]  # a function
+        return ("call", FUNCTION_NAMES[node.target], *args)
 
     def _operand(self, x: Any, output: Output) -> Any:
         return self.number(x, output, False) if isinstance(x, fx.Node) else ("is", x)

@@ -59,7 +59,7 @@ def packed_attention(editor: Editor, node: fx.Node) -> bool:
     asked, operands = reader(node), node.args[:3]
     if asked is None or not all(map(is_tensor, operands)):
         return False
-    q, k, _ = (x.meta[VAL] for x in operands)  # type: ignore[union-attr]  # nodes: asked above
+    q, k, _ = (x.meta[VAL] for x in operands)
     flags, emit, tokens = asked.flags(), editor.at(node), q.shape[-3]
     if flags is None or not editor.same(tokens, k.shape[-3]) or (asked.bias is not None and asked.ends[0] is not None):
         op, *rest = asked.kept

@@ -263,13 +263,13 @@ class _Selecting:
                 return False
             parts = self._columns(node, node.args[0], node.meta[VAL][0].shape[0], range(len(node.meta[VAL])))
             for user in list(node.users):
-                replace(user, parts[user.args[1]])  # type: ignore[index]
+                replace(user, parts[user.args[1]])
             node.graph.erase_node(node)
             return True
         if node.target is aten.masked_select.default:
             return self._masked_select(node)
         if node.target is aten.index.Tensor:
-            at = [i for i, a in enumerate(node.args[1]) if a is not None]  # type: ignore[arg-type]
+            at = [i for i, a in enumerate(node.args[1]) if a is not None]
             if self._has_mask(node):
                 together = at == [*range(at[0], at[-1] + 1)]  # else what is selected comes first
                 size = node.meta[VAL].shape[at[0] if together else 0]
@@ -324,7 +324,7 @@ class _Selecting:
     def _name_results(self, node: fx.Node) -> bool:
         """The sizes of the results of an eager module that its code decides."""
         of_symbol = lambda s: str(self.same.get(s, s))  # noqa: E731
-        key: Any = node.args[4]
+        key = node.args[4]
         name_sizes(key, [[getattr(n, "node", n) for n in x.shape] for x in node.meta[VAL][2:]], of_symbol)
         for symbol in self.makers[node]:
             self.env.row_count(of_symbol(symbol))
@@ -353,7 +353,7 @@ class _Selecting:
         return [self.editor.at(where)(aten.select.int, found, 1, i) for i in indices]
 
     def _masked_select(self, node: fx.Node) -> bool:
-        operands: Any = node.args
+        operands = node.args
         x, mask = operands
         emit = self.editor.at(node)
         both: Any = torch.broadcast_shapes(x.meta[VAL].shape, mask.meta[VAL].shape)
@@ -363,13 +363,13 @@ class _Selecting:
         return respell(node, aten.index.Tensor, (x, columns))
 
     def _has_mask(self, node: fx.Node) -> bool:
-        indices: Any = node.args[1]
+        indices = node.args[1]
         return any(a is not None and a.meta[VAL].dtype in MASKS for a in indices)
 
     def _indices(self, node: fx.Node, size: Any) -> list[Any]:
         """The indices with a column of rows for each dim of each mask."""
         made: list[Any] = []
-        indices: Any = node.args[1]
+        indices = node.args[1]
         for a in indices:
             mask = a is not None and a.meta[VAL].dtype in MASKS
             made += self._columns(node, a, size, range(a.meta[VAL].dim())) if mask else [a]
@@ -398,7 +398,7 @@ def _price(editor: Editor, env: DataShapeEnv) -> None:
     }
     masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
     names = {count.node._expr: name for name, count in env.row_counts.items()}
-    choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]  # a mask is a node
+    choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}
     for symbol in sources:
         if symbol in choices:
             among = math.prod(sizes.shape(choices[symbol].meta[VAL]))

@@ -48,7 +48,7 @@ def one_spelling_of_transpose(editor: Editor, node: fx.Node) -> bool:
         return False
     rank = node.meta[VAL].dim()
     probe: Any = torch.empty([d + 2 for d in range(rank)], device="meta")  # its sizes tell its dims
-    order = [n - 2 for n in node.target(probe, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
+    order = [n - 2 for n in node.target(probe, *node.args[1:], **node.kwargs).shape]
     moved = [d for d in range(rank) if order[d] != d]
     if not moved:
         return replace(node, node.args[0])
@@ -60,7 +60,7 @@ def one_spelling_of_transpose(editor: Editor, node: fx.Node) -> bool:
 @on("view_as_complex")
 def memory_of_complex(editor: Editor, node: fx.Node) -> bool:
     """view_as_complex(x) -> view_as_complex(clone(x)): it wants pairs that lie evenly; x may come to be part of a product."""
-    pairs: Any = node.args[0]
+    pairs = node.args[0]
     if pairs.target is aten.clone.default:
         return False
     own = editor.at(node)(aten.clone.default, pairs, memory_format=torch.contiguous_format)
@@ -76,7 +76,7 @@ def one_spelling_of_unsqueeze(editor: Editor, node: fx.Node) -> bool:
 @on("select.int")
 def one_spelling_of_select(editor: Editor, node: fx.Node) -> bool:
     """select with dim and index counted from the front (an index from the end of a symbolic dim stays negative)."""
-    source = node.args[0].meta[VAL]  # type: ignore[union-attr]
+    source = node.args[0].meta[VAL]
     dim, index = argument(node, "dim") % source.dim(), argument(node, "index")
     if isinstance(index, int) and index < 0 and isinstance(source.shape[dim], int):
         index += source.shape[dim]
@@ -89,7 +89,7 @@ def one_spelling_of_slice(editor: Editor, node: fx.Node) -> bool:
     if argument(node, "step") not in (None, 1):
         return False
     dim, start = argument(node, "dim") % node.meta[VAL].dim(), argument(node, "start") or 0
-    size, length = node.args[0].meta[VAL].shape[dim], node.meta[VAL].shape[dim]  # type: ignore[union-attr]
+    size, length = node.args[0].meta[VAL].shape[dim], node.meta[VAL].shape[dim]
     begin = start.meta[VAL] if isinstance(start, fx.Node) else start
     if isinstance(begin, int) and begin < 0:
         begin = size + begin if isinstance(size, torch.SymInt) or begin + size > 0 else 0
@@ -110,10 +110,10 @@ def split_to_slices(editor: Editor, node: fx.Node) -> bool:
     if any(u.target is not operator.getitem for u in node.users):
         return False
     source, parts = node.args[0], node.meta[VAL]
-    rank = source.meta[VAL].dim()  # type: ignore[union-attr]
+    rank = source.meta[VAL].dim()
     dim = _SPLITS.get(op_name(node), argument(node, "dim") or 0) % rank if rank > 1 else 0
     for user in list(node.users):
-        index: Any = user.args[1]
+        index = user.args[1]
         index %= len(parts)
         if node.target is aten.unbind.int:
             respell(user, aten.select.int, (source, dim, index))
@@ -136,10 +136,10 @@ def memory_as_values(editor: Editor, node: fx.Node) -> bool:
     base = node.args[0]
     size, stride = argument(node, "size"), argument(node, "stride")
     offset = argument(node, "storage_offset")
-    offset = base.meta[VAL].storage_offset() if offset is None else offset  # type: ignore[union-attr]
+    offset = base.meta[VAL].storage_offset() if offset is None else offset
     order = _memory_order(editor, base)
-    while order is None and base.target in _IN_MEMORY:  # type: ignore[union-attr]
-        base = base.args[0]  # type: ignore[union-attr]
+    while order is None and base.target in _IN_MEMORY:
+        base = base.args[0]
         order = _memory_order(editor, base)
     if order is None or (op_name(node) == "as_strided_scatter" and order != [*range(len(order))]):
         raise CaptureError(
@@ -151,7 +151,7 @@ def memory_as_values(editor: Editor, node: fx.Node) -> bool:
         return False
     emit, device = editor.at(node), node.meta[VAL].device
     memory = emit(aten.permute.default, base, order) if order != sorted(order) else base
-    count = math.prod(base.meta[VAL].shape)  # type: ignore[union-attr]
+    count = math.prod(base.meta[VAL].shape)
     memory = emit(aten.reshape.default, memory, [editor.arg(count)])
     options = {"dtype": torch.int64, "device": device, "pin_memory": False}
     index = emit(aten.full.default, [], offset, **options)
@@ -187,7 +187,7 @@ def _memory_order(editor: Editor, node: Any) -> list[int] | None:
 def copies_of_views(editor: Editor, node: fx.Node) -> bool:
     """A view that is copied: nothing is written any more."""
     name = op_name(node).removesuffix("_copy")
-    node.target = getattr(getattr(aten, name), node.target._overloadname)  # type: ignore[union-attr]
+    node.target = getattr(getattr(aten, name), node.target._overloadname)
     spellings = (
         one_spelling_of_reshape, one_spelling_of_expand, one_spelling_of_transpose, one_spelling_of_unsqueeze,
         one_spelling_of_select, one_spelling_of_slice, split_to_slices,
@@ -205,7 +205,7 @@ def index_that_counts(editor: Editor, node: fx.Node) -> bool:
 
     A number of each row would not be that of a data-parallel rank's rows. transformers writes masks and pooling so.
     """
-    args: Any = node.args
+    args = node.args
     x, indices = args[:2]
     if not indices or not all(is_tensor(i) and i.meta[VAL].dtype == torch.int64 for i in indices):
         return False

@@ -61,7 +61,7 @@ def _sum(program: Program, node: fx.Node, pending: fx.Node, output: fx.Node | No
     build = Builder(program, node.next if in_backward(node) else program.output_node(), node, NAME)
     product, rows = _behind_flips(node), None
     if node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[1] == 0:
-        product, rows = node.args[0], node.args[2:]  # type: ignore[assignment]
+        product, rows = node.args[0], node.args[2:]
     alone = output is not None and (_is_alone(product, output) if product is node or rows is not None else True)
     if product.target not in SUMS or not alone:
         return build(aten.add.Tensor, pending, node)
@@ -75,13 +75,13 @@ def _behind_flips(node: fx.Node) -> fx.Node:
     """What the node is transposed an even number of times, by nodes that nothing else reads; else the node."""
     inner, flips, found = node, 0, node
     while _is_flip(inner) and len(inner.users) == 1:
-        inner, flips = inner.args[0], flips + 1  # type: ignore[assignment]
+        inner, flips = inner.args[0], flips + 1
         found = inner if flips % 2 == 0 and len(inner.users) == 1 else found
     return found
 
 
 def _is_flip(node: fx.Node) -> bool:
-    if node.target is aten.transpose.int and (node.args[1] - node.args[2]) % 2 == 0:  # type: ignore[operator]
+    if node.target is aten.transpose.int and (node.args[1] - node.args[2]) % 2 == 0:
         return False  # a dim with itself
     return node.target in (aten.t.default, aten.transpose.int) and node.meta[VAL].dim() == 2
 

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 def coalesce_gradients(program: Program, planner: Planner) -> int:
     """Return the number of all-reduces saved."""
     output = program.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = list(output.args[0])
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, spec in enumerate(program.outputs):
         if spec.kind == "gradient" and _is_small_sum(results[i], output, results):
@@ -68,7 +68,7 @@ def _is_small_sum(node: Any, output: fx.Node, results: list[Any]) -> bool:
 def _one_sum(program: Program, sums: list[fx.Node]) -> list[fx.Node]:
     """Gradients equal to `sums`, parts of one."""
     build = Builder(program, program.output_node(), sums[0], NAME)
-    joined = join_flat(build, [node.args[0] for node in sums], sums)  # type: ignore[misc]
+    joined = join_flat(build, [node.args[0] for node in sums], sums)
     for node in (joined, *joined.all_input_nodes):
         node.meta[PLACEMENT] = P
     total = of_many_modules(build(torch.ops.megafx.transition.default, joined, *sums[0].args[1:]))

@@ -43,7 +43,7 @@ def coalesce_maxima(program: Program, planner: Planner) -> int:
 def _several(program: Program, params: set[fx.Node], pieces: set[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for start in program.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        found: Any = start.args[0]
+        found = start.args[0]
         if start.args[1] == "max" and _made_of(found, params, pieces) is not None:
             key = (in_backward(start), found.meta[VAL].dtype, found.meta[VAL].device, start.args[2])
             groups.setdefault(key, []).append(start)

@@ -106,7 +106,7 @@ class _Adder:
     def _base(self, node: fx.Node) -> fx.Node:
         """The value that a gradient shows: of experts of a list, that of all experts of a rank."""
         if node.target is OWNER_PARAMETER_GRADIENT:
-            return storage_of(node.args[0])  # type: ignore[arg-type]
+            return storage_of(node.args[0])
         return node if self.data.sharded else storage_of(node)
 
     def _buckets(self) -> list[list[_Gradients]]:
@@ -248,9 +248,9 @@ def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> 
     if node is base:
         return total
     assert shows_operand(node) or node.target is OWNER_PARAMETER_GRADIENT
-    source = _same_view(build, node.args[0], base, total)  # type: ignore[arg-type]
+    source = _same_view(build, node.args[0], base, total)
     build.origin = node
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    target: Callable[..., Any] = node.target
     return build(target, source, *node.args[1:], **node.kwargs)
 
 

@@ -58,7 +58,7 @@ class NodeOps(Ops):
     def view(self, x: fx.Node, size: Sequence[Size]) -> fx.Node:
         """A view of a view is one view."""
         while x in self.emitted and x.target is aten.view.default:
-            x = x.args[0]  # type: ignore[assignment]
+            x = x.args[0]
         return super().view(x, size)
 
     def pad_rows(self, x: fx.Node, rows: Size) -> fx.Node:
@@ -94,7 +94,7 @@ def _is_of_a_part(x: fx.Node) -> bool:
     while shows_operand(x):
         if x.target is aten.slice.Tensor and not same_strides(x.meta[VAL], None):
             return True
-        x = x.args[0]  # type: ignore[assignment]  # a node
+        x = x.args[0]
     return False
 
 

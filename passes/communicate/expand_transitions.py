@@ -50,9 +50,9 @@ def expand_transitions(program: Program, planner: Planner) -> int:
 
 def _expand(program: Program, node: fx.Node, sizes: SizeEmitter) -> None:
     source, src, dst, src_layout, dst_layout, axis, t = node.args
-    ops = NodeOps(program, node, sizes, axis, NAME)  # type: ignore[arg-type]
-    flats = [[n.meta[VAL] if isinstance(n, fx.Node) else n for n in flat] for flat in (src_layout, dst_layout)]  # type: ignore[union-attr]
-    result = apply_transition(source, str(src), str(dst), flats[0], flats[1], int(t), ops)  # type: ignore[arg-type]
+    ops = NodeOps(program, node, sizes, axis, NAME)
+    flats = [[n.meta[VAL] if isinstance(n, fx.Node) else n for n in flat] for flat in (src_layout, dst_layout)]
+    result = apply_transition(source, str(src), str(dst), flats[0], flats[1], int(t), ops)
     if not same_strides(result.meta[VAL], node.meta[VAL]):
         result = ops.call(aten.clone.default, result)
     if result in ops.emitted:

@@ -79,7 +79,7 @@ class _Cast:
 class _Gather:
     def __init__(self, program: Program, start: fx.Node) -> None:
         self.program, self.start = program, start
-        args: Any = start.args
+        args = start.args
         self.shards, self.ranks, self.axis = args
         (self.wait,) = start.users
         self.build = Builder(program, start, start, NAME)
@@ -100,7 +100,7 @@ class _Gather:
 
     def _weight(self, view: fx.Node) -> _Weight | None:
         """None where something else than a cast reads it."""
-        part: Any = view.args[0]
+        part = view.args[0]
         _, _, at, end = part.args
         places = starts([s.meta[VAL].shape for s in self.shards], self.ranks)
         shards = [s for s, place in zip(self.shards, places, strict=False) if at <= place < end]
@@ -125,7 +125,7 @@ class _Gather:
             largest |= self._largest(weight, whole)
         made: dict[Any, _Cast] = {}
         for old in weight.casts:
-            args: Any = old.args
+            args = old.args
             found, kept, *how = args[1:5]
             key = (found, kept, *how)
             if key not in made:
@@ -192,7 +192,7 @@ class _Gather:
                 scale = parts[0] if len(parts) == 1 else self._behind(aten.cat.default, parts)
             for old in cast.readers:
                 for item in [n for n in old.users if n.users]:
-                    made = {0: q, 2: scale}.get(item.args[1])  # type: ignore[arg-type]  # of a getitem: a number
+                    made = {0: q, 2: scale}.get(item.args[1])
                     item.replace_all_uses_with(made or Builder(self.program, old, old, NAME)(transposed, q))
 
     def _whole(self, shards: list[fx.Node]) -> dict[fx.Node, tuple[fx.Node, int]]:

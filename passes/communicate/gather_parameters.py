@@ -175,7 +175,7 @@ def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Nod
     """Parameters that are read as one (`merge_linears`, which knows that they follow each other) become one view."""
     made = []
     for join in {u: None for users in uses.values() for u in users if u.target is mfx.join_parameters.default}:
-        views: Any = join.args[0]
+        views = join.args[0]
         at = views[0].args[0].args[2]
         sizes = [v.meta[VAL].numel() for v in views]
         assert [v.args[0].args[2] - at for v in views] == [*accumulate(sizes, initial=0)][:-1]

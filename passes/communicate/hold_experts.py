@@ -70,7 +70,7 @@ def _hold_lists(program: Program, planner: Planner, owners: Mapping[str, int]) -
     assert program.batch is not None and planner.data is not None
     ranks = planner.data.experts
     for stack in program.graph.find_nodes(op="call_function", target=aten.stack.default):
-        parts: Any = stack.args[0]
+        parts = stack.args[0]
         for cut in [u for u in stack.users if is_transition(u, EXPERT_AXIS) and u.args[1:3] == ("R", "S0")]:
             own = [owners.get(held.get(behind(part, _MOVED), "")) for part in parts]
             if own == [j // int(cut.meta[VAL].shape[0]) for j in range(len(parts))]:

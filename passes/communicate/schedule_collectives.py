@@ -29,7 +29,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
@@ -139,7 +138,7 @@ def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: di
 def _cast_of(operand: fx.Node) -> fx.Node:
     operand = storage_of(operand)
     if operand.target is operator.getitem:
-        made: Any = operand.args[0]
+        made = operand.args[0]
         operand = made
     return operand
 

@@ -135,7 +135,7 @@ class _Batches:
 
     def _is_weight(self, node: fx.Node) -> bool:
         while node not in self.own.params and keeps_experts(node):
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         return node in self.own.params and node.meta[VAL].dim() == 3 and node.meta[VAL].shape[0] > 1
 
     # -- the ops in their place
@@ -146,7 +146,7 @@ class _Batches:
         for operand in value.rule.operands:
             given[operand.node] = self._operand(operand, value, node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: given.get(a, a))
-        target: Any = node.target
+        target = node.target
         return build(target, *args, **kwargs)
 
     def _operand(self, operand: Operand, value: _Value, node: fx.Node) -> fx.Node:

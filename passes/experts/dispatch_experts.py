@@ -97,7 +97,7 @@ class _Mixture:
 
     def __init__(self, program: Program, order: fx.Node, own: OwnExperts) -> None:
         self.program, self.order, self.own = program, order, own
-        given: Any = order.args
+        given = order.args
         self.ids, self.experts = given
         self.rows = program.sizes.shape(order.meta[VAL])[0]
         self.sorted: dict[fx.Node, None] = {}
@@ -123,7 +123,7 @@ class _Mixture:
 
     def _taken(self, node: fx.Node) -> tuple[fx.Node, int]:
         """(the value whose rows a node takes in the order of experts, how many rows in turn are of the same row of it)."""
-        args: Any = node.args
+        args = node.args
         source, _, times = args
         before = source.args[0] if source.target is aten.repeat_interleave.self_int and times == 1 else None
         if before is not None and argument(source, "dim") == 0:
@@ -142,7 +142,7 @@ class _Mixture:
 
     def _looks_up(self, node: fx.Node) -> bool:
         """Whether a node takes the entry of each row's expert from a value that has one for each."""
-        args: Any = node.args
+        args = node.args
         if node.target is aten.index.Tensor and len(args[1]) == 1:
             source, by = args[0], args[1][0]
         elif node.target is aten.index_select.default and args[1] == 0:
@@ -223,12 +223,12 @@ class _Mixture:
     def _again(self, node: fx.Node) -> fx.Node:
         """The op on the rows that arrive here."""
         build = Builder(self.program, node, node, NAME)
-        args: Any = node.args
+        args = node.args
         if node in self.products:
             return build(GROUPED, self._here(args[0], build), self.own.part(args[1], node), self.ends)
         if node in self.lookups:
             return build(aten.index_select.default, self.own.part(args[0], node), 0, self._numbers(build))
-        target: Any = node.target
+        target = node.target
         given = fx.map_arg((node.args, node.kwargs), lambda a: self._argument(a, node, build))
         return build(target, *given[0], **given[1])
 
@@ -301,6 +301,6 @@ class _Mixture:
 
     def _sums_choices(self, node: fx.Node) -> bool:
         dims: Any = argument(node, "dim")
-        value: Any = node.args[0]
+        value = node.args[0]
         same = node.meta[VAL].dtype == value.meta[VAL].dtype
         return same and [d % value.meta[VAL].dim() for d in dims] == [1] and not argument(node, "keepdim")

@@ -68,7 +68,7 @@ def drop_expert_values(program: Program, planner: Planner) -> int:
 
 def _stack(program: Program, node: fx.Node, rank: int) -> None:
     """This rank's parts: of parameters as they are stored, one memory."""
-    parts: Any = node.args[0]
+    parts = node.args[0]
     value = node.meta[VAL]
     here, shape = value.shape[0], [*map(int, value.shape[1:])]
     own, build = parts[here * rank :][:here], Builder(program, node, node, NAME)

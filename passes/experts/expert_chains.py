@@ -73,7 +73,7 @@ def _added(node: fx.Node) -> Added | None:
     if found is None:
         return None
     out, y, _ = found
-    arguments: Any = node.args
+    arguments = node.args
     if node.target is aten.index_add.default:
         plain = arguments[1] == 0 and argument(node, "alpha") == 1
         return Added(node, out, arguments[2], y) if plain else None
@@ -89,7 +89,7 @@ def _are_apart(numbers: fx.Node) -> bool:
     places: Any = numbers.args[0] if numbers.args else None
     if not isinstance(places, fx.Node) or places.target is not ops.rows.default:
         return False
-    mask: Any = places.args[0]
+    mask = places.args[0]
     of_tokens = numbers.target is aten.select.int and numbers.args[1:] == (1, 0)
     return mask.meta[VAL].dim() == 1 or (of_tokens and _chosen_once(mask))
 
@@ -159,11 +159,11 @@ class InStep(ABC):
         if str(first.target) in VIEWS:
             rows = SizeEmitter(self.program.graph, self.program.sizes)(self.rows)
             return self.build(aten.reshape.default, self.batch(operands[0]), [rows, *tail(first)])
-        own = BIASED.get(first.target)  # type: ignore[call-overload]  # another target has none
+        own = BIASED.get(first.target)
         args = [each[0] if i == own else self._operand(each, first) for i, each in enumerate(operands)]
         if own is not None and args[own] is not None:
             args[0], args[own] = self._biased(args[0], operands[own]), None
-        return self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]  # an op
+        return self.build(first.target, *args, **first.kwargs)
 
     def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
         """A number, a tensor without rows that all experts share, or the rows of all."""
@@ -250,7 +250,7 @@ class InStep(ABC):
         """True if each view has a row for each of its operand's, which may have a dim of 1 before them."""
         tails = set()
         for v in values:
-            shape, given = (self.program.sizes.shape(x.meta[VAL]) for x in (v, v.args[0]))  # type: ignore[union-attr]
+            shape, given = (self.program.sizes.shape(x.meta[VAL]) for x in (v, v.args[0]))
             given = given[1:] if given[:1] == (1,) else given
             if row_symbol(v) is None or given[:1] != shape[:1]:
                 return False
@@ -260,7 +260,7 @@ class InStep(ABC):
     def operands(self, values: tuple[fx.Node, ...]) -> list[tuple[Any, ...]]:
         """The experts' operands, one tuple for each place."""
         if values[0].target is aten.index.Tensor:
-            return [*zip(*(v.args[1] for v in values), strict=True)]  # type: ignore[arg-type]
+            return [*zip(*(v.args[1] for v in values), strict=True)]
         if str(values[0].target) in VIEWS:
             return [tuple(v.args[0] for v in values)]
         return [*zip(*(v.args for v in values), strict=True)]
@@ -341,7 +341,7 @@ class InStep(ABC):
             else:
                 dims = first.meta[VAL].dim() - each[0].meta[VAL].dim()
                 args.append(self._below(self.of_all(each), dims))
-        return self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]
+        return self.build(first.target, *args, **first.kwargs)
 
     def _below(self, value: fx.Node, dims: int) -> fx.Node:
         """[experts, ..] -> [experts, 1, .., 1, ..] with so many more dims."""

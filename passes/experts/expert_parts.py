@@ -6,7 +6,7 @@ own.held_alone()                                             # the parameters of
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,9 +41,9 @@ class OwnExperts:
         if weight not in self.made:
             if weight not in self.params and keeps_experts(weight):
                 source, *others = weight.args
-                target: Any = weight.target
+                target = weight.target
                 build = Builder(self.program, weight, weight, NAME)
-                self.made[weight] = build(target, self.part(cast(fx.Node, source), weight), *others, **weight.kwargs)
+                self.made[weight] = build(target, self.part(source, weight), *others, **weight.kwargs)
             else:
                 self.made[weight] = self._cut(weight, user)
         return self.made[weight]
@@ -66,7 +66,7 @@ class OwnExperts:
 
     def _hold_parts(self, stack: fx.Node) -> None:
         """Of experts of a list: parameters that nothing else reads are held by the rank of their expert."""
-        parts: Any = stack.args[0]
+        parts = stack.args[0]
         here, tied = self.here(len(parts)), {n for n, spec in self.program.input_nodes() if spec.aliases}
         others = [p for p in parts if p not in self.params or p in tied or [*p.users] != [stack] or parts.count(p) > 1]
         if others:
@@ -97,7 +97,7 @@ def keeps_experts(node: fx.Node) -> bool:
     """Whether a node is a view or a cast of its operand with the same first dim."""
     if node.op != "call_function" or not node.args:
         return False
-    args: Any = node.args
+    args = node.args
     if node.target is aten.transpose.int:
         n = node.meta[VAL].dim()
         return 0 not in (args[1] % n, args[2] % n)

@@ -93,7 +93,7 @@ def find_products(program: Program) -> list[Product]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        args: Any = node.args
+        args = node.args
         if node.target is GROUPED:
             x, weight, ends = args
             found.append(Product(node, x, weight, ends, (node,)))
@@ -125,8 +125,8 @@ def _is_lookup(node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.target is not aten.index.Tensor:
         return False
     weight, indices = node.args
-    value = weight.meta[VAL]  # type: ignore[union-attr]
-    return value.dim() == 3 and len(indices) == 1 and indices[0].meta[VAL].dim() == 1  # type: ignore[arg-type,index,union-attr]
+    value = weight.meta[VAL]
+    return value.dim() == 3 and len(indices) == 1 and indices[0].meta[VAL].dim() == 1
 
 
 # -- units

@@ -101,7 +101,7 @@ class _Mixture:
 
     def __init__(self, program: Program, sort: fx.Node) -> None:
         self.program, self.sort = program, sort
-        ids: Any = sort.args[0]
+        ids = sort.args[0]
         self.unsorted = ids
         self.every = set(program.graph.nodes)
         self.rows = program.sizes.shape(ids.meta[VAL])[0]
@@ -120,7 +120,7 @@ class _Mixture:
         """Grouped products whose groups are counted by these ids."""
         found = []
         for node in self.program.graph.find_nodes(op="call_function", target=GROUPED):
-            args: Any = node.args
+            args = node.args
             _, weight, ends = args
             counted = counted_ids(ends, int(weight.meta[VAL].shape[0]))
             if same_elements(counted, self.unsorted) or self._sorted_here(counted):
@@ -175,7 +175,7 @@ class _Mixture:
     def _read(self, node: fx.Node) -> None:
         if node.op == "output":
             raise NotByRow("an output that has the rows in the sorted order", self.sort)
-        args: Any = node.args
+        args = node.args
         if node.target is operator.getitem and args[0] is self.sort:
             if args[1] == 0:
                 self.ids.append(node)
@@ -217,7 +217,7 @@ class _Mixture:
 
     def _taken_from(self, node: fx.Node) -> tuple[Any, Any]:
         """(value, order) of value[order], rows in another order; (None, None) of others."""
-        args: Any = node.args
+        args = node.args
         if node.target is aten.index.Tensor and len(args[1]) == 1 and args[1][0].meta[VAL].dim() == 1:
             return args[0], args[1][0]
         if node.target is aten.index_select.default and args[1] == 0:
@@ -257,7 +257,7 @@ class _Mixture:
         return isinstance(node, fx.Node) and node.target is aten.arange.default and node.meta[VAL].dim() == 1
 
     def _is_inverse(self, node: fx.Node) -> bool:
-        args: Any = node.args
+        args = node.args
         if sorts_ascending(node) and "argsort" in op_name(node):
             return self.orders.get(args[0]) == 1
         if node.target is aten.index_put.default:
@@ -269,14 +269,14 @@ class _Mixture:
         return len(indices) == 1 and self.orders.get(indices[0]) == 1
 
     def _puts_back(self, node: fx.Node) -> bool:
-        args: Any = node.args
+        args = node.args
         into, indices, value, *_ = args
         fresh = not argument(node, "accumulate") or op_name(behind(into, _SAME)) in ("zeros", "zeros_like")
         alike = self.program.sizes.shape(into.meta[VAL]) == self.program.sizes.shape(value.meta[VAL])
         return fresh and alike and self._whole(indices) and value in self.sorted and into not in self.sorted
 
     def _adds(self, node: fx.Node) -> bool:
-        args: Any = node.args
+        args = node.args
         into, dim, order, value = args[:4]
         given = order in self.orders and value in self.sorted and into not in self.sorted
         if not given or dim != 0 or argument(node, "alpha") != 1:
@@ -347,7 +347,7 @@ class _Mixture:
         node.replace_all_uses_with(Builder(self.program, node, node, NAME)(*call))
 
     def _add(self, node: fx.Node, order: fx.Node, times: int) -> None:
-        into: Any = node.args[0]
+        into = node.args[0]
         build = Builder(self.program, node, node, NAME)
         rows = build(ops.ungroup_rows.default, node.args[3], order)
         if times > 1:

@@ -157,7 +157,7 @@ class _Joining:
         add: Any = next(iter(last.node.users)) if len(last.node.users) == 1 else None
         if add is None or add.target is not aten.add.Tensor or add.kwargs or last.node not in add.args:
             return None, None
-        lookup: Any = add.args[1 - add.args.index(last.node)]
+        lookup = add.args[1 - add.args.index(last.node)]
         stack, why = units.stack_of(lookup, last) if isinstance(lookup, fx.Node) else (None, "")
         if stack is None or why:
             return None, None

@@ -98,7 +98,7 @@ class _Stacking(InStep):
 
     def _check(self, products: tuple[fx.Node, ...]) -> None:
         for place in range(1, len(products[0].args)):
-            values = [p.args[place].meta[VAL] if p.args[place] is not None else None for p in products]  # type: ignore[union-attr]
+            values = [p.args[place].meta[VAL] if p.args[place] is not None else None for p in products]
             if len({None if v is None else (tuple(v.shape), v.dtype, v.device) for v in values}) > 1:
                 raise Refused("shapes or dtypes of their weights differ")
 
@@ -150,7 +150,7 @@ class _Stacking(InStep):
         first: Any = masks[0]
         if one_op(masks) and first.target is aten.eq.Scalar and is_one(ids := [m.args[0] for m in masks]):
             numbered = [m.args[1] for m in masks] == [*range(self.experts)]
-            return ids[0] if numbered and chosen_among(ids[0]) == self.experts else None  # type: ignore[return-value]
+            return ids[0] if numbered and chosen_among(ids[0]) == self.experts else None
         parts: Any = masks
         while one_op(parts) and (parts[0].target in _SAME or _not_zero(parts[0])):
             parts = tuple(p.args[0] for p in parts)
@@ -192,7 +192,7 @@ class _Stacking(InStep):
         dims = [self.column(each) for each in columns]
         if None in dims or len({*dims}) < len(dims):
             raise Refused("a value is not read where the masks have rows")
-        return dims  # type: ignore[return-value]  # none is None
+        return dims
 
     def of_rows(self, value: fx.Node, columns: list[tuple[Any, ...]]) -> fx.Node:
         return self._of_rows(value, self._dims(columns))
@@ -234,7 +234,7 @@ def _not_zero(node: Any) -> bool:
 
 def _before(dims: list[int], node: fx.Node) -> list[int]:
     """dims: names of a permuted value's dims. Those of its operand."""
-    args: Any = node.args
+    args = node.args
     if node.target is aten.transpose.int:
         moved = [*range(len(dims))]
         a, b = (x % len(dims) for x in args[1:3])

@@ -178,14 +178,14 @@ def _hidden(
     if finite or hidden != ZEROS:
         trained = differentiable_nodes(program, planner.wants_grad)
         biased = any(leaf.node in trained for leaf in seen.rest)
-        if biased or (argument(node, "softcap") and trained & {*node.args[:2]}):  # type: ignore[operator]
+        if biased or (argument(node, "softcap") and trained & {*node.args[:2]}):
             return None  # gradients of attention_rows are of the scores
         return ADDED if finite else ADDED_NAN
     return ZEROS
 
 
 def _same_lengths(program: Program, node: fx.Node) -> bool:
-    q, k = (x.meta[VAL] for x in node.args[:2])  # type: ignore[union-attr]
+    q, k = (x.meta[VAL] for x in node.args[:2])
     return bool(program.sizes.of(q.shape[-2]) == program.sizes.of(k.shape[-2]))
 
 
@@ -196,14 +196,14 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     seen = read_visible(reader, mask, visible=False, symmetric=False)
     if seen is None or not seen.by_position or seen.segments is not None or (seen.window and not seen.causal):
         return False
-    scores = node.args[0].meta[VAL]  # type: ignore[union-attr]
+    scores = node.args[0].meta[VAL]
     if program.sizes.of(scores.shape[-1]) != program.sizes.of(scores.shape[-2]):
         return False  # the op counts queries from the end
     emit = Builder(program, node, node, BY)
     fill = argument(node, "fill")
     if mask.meta[VAL].dtype != torch.bool:
         filled = fill > -math.inf
-        if masked_before(program, node.args[0]):  # type: ignore[arg-type]  # a node
+        if masked_before(program, node.args[0]):
             return False  # rows that see no key: their gradients reach what is added
         if seen.fill > mask_floor(mask.meta[VAL].dtype) or (seen.padding and not (filled and seen.exact)):
             return False  # gradients of rows that see no key, or their scores
@@ -227,7 +227,7 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
 def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.Node) -> bool:
     q, k, v = node.args[:3]
     mask = argument(node, "attn_mask")
-    four = all(x.meta[VAL].dim() == 4 for x in (q, k, v))  # type: ignore[union-attr]
+    four = all(x.meta[VAL].dim() == 4 for x in (q, k, v))
     if not isinstance(mask, fx.Node) or not four or argument(node, "dropout_p"):
         return False
     seen = read_visible(reader, mask, visible=True, symmetric=True)
@@ -237,7 +237,7 @@ def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     for _ in range(4 - mask.meta[VAL].dim()):
         mask = emit(aten.unsqueeze.default, mask, 0)
     scale = argument(node, "scale")
-    factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])  # type: ignore[union-attr]
+    factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
     new = emit(
         ops.attention.default, q, k, v, mask, None, None, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp"
     )

@@ -59,7 +59,7 @@ class Head:
     @property
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         x, weight, *bias = self.linear.args
-        return x, weight, bias[0] if bias else None  # type: ignore[return-value]
+        return x, weight, bias[0] if bias else None
 
 
 def fuse_linear_loss(program: Program, planner: Planner) -> int:
@@ -96,7 +96,7 @@ def head_of(program: Program, logits: fx.Node) -> Head:
             what = "an input" if node.op == "placeholder" else op_text(node)
             raise Refused(f"its logits come from {what}, not from a linear layer")
         links.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return Head(node, links[::-1])
 
 
@@ -126,7 +126,7 @@ def rows_of(program: Program, head: Head, where: fx.Node) -> fx.Node:
     for link in head.links:
         placement = x.meta.get(PLACEMENT)
         if link.target in RESHAPES:
-            lead = list(link.args[1])[:-1]  # type: ignore[arg-type]
+            lead = list(link.args[1])[:-1]
             width = x.meta[VAL].shape[-1]
             last = width if isinstance(width, int) else size(program.sizes.of(width))
             x = emit(aten.reshape.default, x, [*lead, last])
@@ -163,7 +163,7 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     logits, target, ignore_index, smoothing, lse = node.args
     if lse:
         return _whole_with_lse(program, node, lazy)
-    head = head_of(program, logits)  # type: ignore[arg-type]
+    head = head_of(program, logits)
     total = next(iter(node.users))
     if len(node.users) != 1 or total.target is not aten.sum.default or len(total.args) > 1 or total.kwargs:
         raise Refused(f"the losses of single tokens are used by {describe(total)}, not their sum")
@@ -175,13 +175,13 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     loss: Any = emit(ops.linear_cross_entropy.default, rows, weight, bias, target, ignore_index, smoothing)
     if loss.meta[VAL].dtype != total.meta[VAL].dtype:
         loss = emit(aten.to.dtype, loss, total.meta[VAL].dtype)
-    _done(program, total, loss, logits)  # type: ignore[arg-type]
+    _done(program, total, loss, logits)
 
 
 def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     """The loss and the log-sum-exp -> linear_ce_stats and linear_ce_loss, of one rank: its gradient is none of a sum's."""
     logits, target, *how = node.args
-    head = head_of(program, logits)  # type: ignore[arg-type]
+    head = head_of(program, logits)
     _check_whole(program, head, target)
     _alone(program, head, {node}, lazy)
     place = ([1, program.sizes.of(head.operands[1].meta[VAL].shape[0]), 1], 1, "")
@@ -199,7 +199,7 @@ def _statistics(program: Program, head: Head, at: fx.Node, *rest: Any) -> tuple[
 
 def _loss_of(program: Program, node: fx.Node, *args: Any) -> None:
     made = Builder(program, node, node, NAME)(ops.linear_ce_loss.default, *args)
-    _done(program, node, made, node.args[0])  # type: ignore[arg-type]  # a node
+    _done(program, node, made, node.args[0])
 
 
 def _check_size(program: Program, x: fx.Node, classes: int) -> None:
@@ -224,7 +224,7 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
     everyone: Any
     logits, target, everyone, *how, layout, size, axis = node.args
-    head = head_of(program, logits)  # type: ignore[arg-type]
+    head = head_of(program, logits)
     stats = everyone  # the ce_stats whose gathered result this is
     while stats.target is not ops.ce_stats.default:
         stats = stats.args[0]
@@ -236,7 +236,7 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
             raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
     _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
     inside = {node, stats, stats.args[0]} - set(head.chain)
-    _alone(program, head, inside, lazy)  # type: ignore[arg-type]
+    _alone(program, head, inside, lazy)
     made, operands = _statistics(program, head, stats, target, layout, size, axis)
     stats.replace_all_uses_with(made)
     _loss_of(program, node, *operands, target, everyone, *how, layout, size, axis)

@@ -147,7 +147,7 @@ class _Grouping(InStep):
             if all(x is None for x in given):
                 continue
             parts = self._parts(given)
-            if len({tuple(x.meta[VAL].shape) for x in given}) > 1:  # type: ignore[union-attr]
+            if len({tuple(x.meta[VAL].shape) for x in given}) > 1:
                 raise Refused("their shapes differ")
             if len({(x.meta[VAL].dtype, x.meta[VAL].device) for x in parts}) > 1:
                 raise Refused("their dtypes or devices differ")
@@ -192,7 +192,7 @@ class _Grouping(InStep):
 
     def _name_rows(self) -> None:
         masks = self.of_all(tuple(p.args[0] for p in self.places))
-        sizes, known = self.program.sizes, self.program.fake_mode.shape_env.row_counts  # type: ignore[union-attr]  # it has one
+        sizes, known = self.program.sizes, self.program.fake_mode.shape_env.row_counts
         name = next(n for i in itertools.count(len(known)) if (n := f"rows{i}") not in known)
         self.at = mark(self.build(ops.rows.default, masks, name), self.places[0].meta.get(PLACEMENT))
         count, one = self.at.meta[VAL].shape[0], sizes.row_counts[self.places[0].meta[VAL].shape[0].node.expr]

@@ -78,7 +78,7 @@ class _Merger:
 
     def name(self, node: fx.Node) -> str:
         """'layers.0.attn.q' for the linear of layers.0.attn.q.weight; its module where it has no parameter."""
-        known = self.params.get(node.args[1])  # type: ignore[arg-type]
+        known = self.params.get(node.args[1])
         return known.name.removesuffix(".weight") if known else fqn_of(node)
 
     def consider(self, group: list[fx.Node], gated: fx.Node | None) -> None:
@@ -97,18 +97,18 @@ class _Merger:
         weights: list[Any] = [n for node in group for n in (node.args[1], *_biases(node))]
         if reason := why_not_one(weights, self.params, self.trains):
             return reason
-        if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:  # type: ignore[union-attr]
+        if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:
             return "their dtypes or devices differ"
         if gated is not None and any({*n.users} != {gated} for n in group):
             return "what goes into the gated unit is used elsewhere too"
-        widths = [n.args[1].meta[VAL].shape[0] for n in group]  # type: ignore[union-attr]
+        widths = [n.args[1].meta[VAL].shape[0] for n in group]
         if gated is not None and widths[0] != widths[1]:
             return "gate and up have different widths"
         for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
-            if values and values is not group and leaves_gaps(values, self.planner.data, self.planner.t):  # type: ignore[arg-type]
+            if values and values is not group and leaves_gaps(values, self.planner.data, self.planner.t):
                 return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
             if values and self.together(values) is None:
-                return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)  # type: ignore[union-attr]
+                return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)
         return ""
 
     def together(self, values: list[Any]) -> Placement | str | None:
@@ -120,7 +120,7 @@ class _Merger:
         """(whether it is slower, by what that is known)."""
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
         training = self.trains is not None
-        columns = sum(n.args[1].meta[VAL].shape[0] for n in group)  # type: ignore[union-attr]
+        columns = sum(n.args[1].meta[VAL].shape[0] for n in group)
         profile = self.planner.fusions
         if profile is not None and profile.measured(pattern):
             mode = mode_of(self.planner.config.compile is True, training)
@@ -135,7 +135,7 @@ class _Merger:
             return False, "whatever it costs (fusion_profile)"
         if gated is not None:
             return False, "the packed kernels read and write one tensor"
-        k = int(group[0].args[1].meta[VAL].shape[1])  # type: ignore[union-attr]
+        k = int(group[0].args[1].meta[VAL].shape[1])
         copied, spared = (2 * columns, 4 * (len(group) - 1) * k) if training else (0, (len(group) - 1) * k)
         return copied >= spared, f"by count, {copied} elements a token are copied for {spared} that are not moved"
 

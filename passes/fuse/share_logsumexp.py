@@ -51,7 +51,7 @@ def share_logsumexp(program: Program, planner: Planner) -> int:
 def _of_rows(node: fx.Node) -> bool:
     """Whether it sums over the last dim."""
     source, dims = node.args[:2]
-    return [d % source.meta[VAL].dim() for d in dims] == [source.meta[VAL].dim() - 1]  # type: ignore[union-attr]
+    return [d % source.meta[VAL].dim() for d in dims] == [source.meta[VAL].dim() - 1]
 
 
 def _root(program: Program, node: Any) -> fx.Node:

@@ -5,7 +5,7 @@ Sizes in arguments, means, draws, pads near poles, the lookup in a sharded vocab
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -57,7 +57,7 @@ def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> No
     name, power = str(node.target), node.args[1] if node.target is aten.pow.Tensor_Scalar else None
     eps = argument(node, "eps") if "norm" in name else None
     bare = isinstance(eps, (int, float)) and eps < SMALL_EPS
-    if power is not None and power >= 1 and float(power).is_integer():  # type: ignore[operator,arg-type]
+    if power is not None and power >= 1 and float(power).is_integer():
         return
     at, fill = POLES.get(name, (-1, 0.0))
     for operand, placement in zip(local.rules[node].operands, choice.ins, strict=True):
@@ -97,7 +97,6 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out != P:
         return
     source = node.args[0]
-    assert isinstance(source, fx.Node)
     if not any(p.is_shard and p.cut.padded(local.t) for p in choice.ins):
         mean = local.before(node)(node.target, *node.args, placement=P, **node.kwargs)
         replace(local, node, local.before(node)(aten.div.Scalar, mean, local.t, placement=P))
@@ -154,7 +153,7 @@ def localize_heads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """
     if is_draw(node):
         localize_draw(local, node, choice)
-    q, k, v = cast(tuple[fx.Node, fx.Node, fx.Node], node.args[:3])
+    q, k, v = node.args[:3]
     heads, kv_heads = choice.out.cut.size, k.meta[VAL].shape[-3]
     repeats = repeats_for(heads, kv_heads, local.t)
     layout = Layout.contiguous(kv_heads * repeats, local.t)

@@ -54,7 +54,7 @@ def bind_mesh(program: Program, planner: Planner) -> int:
 def _select(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
     """A view if it is contiguous, as the op's result is, or only read by `cat`; else a copy."""
     x, axis = node.args
-    part = build(aten.select.int, x, 0, axes[axis].rank)  # type: ignore[index]
+    part = build(aten.select.int, x, 0, axes[axis].rank)
     joined = all(user.target is aten.cat.default for user in node.users)
     if joined or same_sizes(part.meta[VAL].stride(), node.meta[VAL].stride()):
         return part
@@ -65,14 +65,14 @@ def _place(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
     x, size, axis = node.args
     part = build(aten.unsqueeze.default, x, 0)
     zeros = build(aten.zeros_like.default, part)
-    mine = axes[axis].rank  # type: ignore[index]
-    return build(aten.cat.default, [part if r == mine else zeros for r in range(size)], 0)  # type: ignore[arg-type]
+    mine = axes[axis].rank
+    return build(aten.cat.default, [part if r == mine else zeros for r in range(size)], 0)
 
 
 def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-    x: Any = node.args[0]
+    x = node.args[0]
     if axes[str(node.args[1])].rank == 0:
-        return x  # type: ignore[no-any-return]  # args are unions
+        return x
     zeros = build(aten.zeros_like.default, x)
     if RECOMPUTE in x.meta:  # as on rank 0: else backward would gather fewer parameters here than there
         zeros.meta[RECOMPUTE] = True
@@ -84,7 +84,7 @@ def _heads(compute: Any) -> Any:
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
         x, repeats, layout, axis, t = node.args
-        made: fx.Node = compute(build, x, repeats, Layout.from_flat(layout), axes[axis].rank, t)  # type: ignore[arg-type,index]
+        made: fx.Node = compute(build, x, repeats, Layout.from_flat(layout), axes[axis].rank, t)
         if made.target is not aten.slice.Tensor:
             return made
         return build(aten.clone.default, made, memory_format=torch.contiguous_format)
@@ -96,7 +96,7 @@ def _embedding(compute: Any) -> Any:
     """compute: `look_up` or `give_back` of ops/embedding_of_rank.py."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-        args: Any = node.args
+        args = node.args
         x, ids, padding_idx, layout, axis, t = args
         made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)
         return made
@@ -118,7 +118,7 @@ _RULES: dict[Any, Any] = {
 def _own_results(program: Program) -> None:
     """A result that became a view of a rank's part is copied, so that it does not keep the parts of all ranks alive."""
     output = program.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = list(output.args[0])
     for i, node in enumerate(results):
         if isinstance(node, fx.Node) and _is_part(node):
             build = Builder(program, output, node, NAME)
@@ -132,5 +132,5 @@ def _is_part(node: fx.Node) -> bool:
         if NAME in node.meta.get(MADE_BY, ()) and node.target is aten.select.int:
             return True
         assert shows_operand(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return False

@@ -56,7 +56,7 @@ def call_node_directly(node: fx.Node) -> bool:
 
 def _arguments(node: fx.Node) -> tuple[Any, ...] | None:
     """All arguments by position, of the schema's types; None where the graph does not tell."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = node.target._schema.arguments
     found = []
     for i, argument in enumerate(arguments):
         if i >= len(node.args) and argument.name not in node.kwargs:

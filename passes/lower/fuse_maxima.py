@@ -70,10 +70,10 @@ def _cast_again(cast: fx.Node) -> bool:
     """The cast of what a gradient op recomputes."""
     if cast.target is not quantize or cast.args[2:5] != (-1, "e4m3", False):
         return False
-    x: Any = cast.args[0]
+    x = cast.args[0]
     value: Any = behind(x, RESHAPES)
     producer = value.args[0] if value.target is operator.getitem and value.args[1] == 2 else value
-    largest: Any = cast.args[1]
+    largest = cast.args[1]
     target = _CASTING.get(producer.target)
     if target is None or producer.kwargs or not producer.args[4] or not largest < producer:
         return False
@@ -102,9 +102,9 @@ def _cast_again(cast: fx.Node) -> bool:
 
 def _can(producer: fx.Node, value: fx.Node, found: fx.Node) -> bool:
     """True if the producer can take the arguments, and rows of what is read are rows of its result."""
-    x: Any = found.args[0]
+    x = found.args[0]
     before: Any = value.meta[VAL].shape
-    target: Any = producer.target
+    target = producer.target
     places = [s for s in target._schema.arguments if s.name == "axis"]
     axes = [producer.args[-1]] if places else []
     return (

@@ -89,7 +89,7 @@ class _Finder:
         kinds = (GATHER, SCATTER, REDUCE)
         if node.target not in kinds or node.args[-1] != self.place.group_name or len(node.users) != 1:
             return False
-        value: Any = (node if node.target is GATHER else node.args[0]).meta[VAL]  # type: ignore[union-attr]
+        value: Any = (node if node.target is GATHER else node.args[0]).meta[VAL]
         summed = node.target is GATHER or (node.args[1] == "sum" and value.dtype.is_floating_point)
         if not summed or value.ndim < 2 or not is_wait(next(iter(node.users))):
             return False
@@ -176,7 +176,7 @@ class _Overlap:
         return [n for n in found if all(a < found[0] for a in n.all_input_nodes if a is not _left(n))]
 
     def _scatter(self, start: fx.Node, wait: fx.Node) -> None:
-        x: Any = start.args[0]
+        x = start.args[0]
         product, shape = _product_behind(x), _sizes(x)
         if product is not None and shape is not None:
             begun = self._call(start, exchange.matmul_scatter_start, _left(product), _right(product), shape, *self.end)
@@ -188,7 +188,7 @@ class _Overlap:
     def _reduce(self, start: fx.Node, wait: fx.Node) -> None:
         """An all-reduce of [..., n], with its rows padded to a multiple of the ranks. Products between its start and its wait
         overlap with the gather; if no product makes the rows, the first half of them overlaps with the reduce-scatter."""
-        x: Any = start.args[0]
+        x = start.args[0]
         shape, product = self._all_sizes(start, x), _product_behind(x)
         rows = functools.reduce(lambda a, b: self._compute(start, operator.mul, a, b), shape[:-1])
         more = self._compute(start, operator.add, rows, self.t - 1)
@@ -228,7 +228,7 @@ class _Overlap:
         )
 
     def _replace(self, start: fx.Node, wait: fx.Node, made: fx.Node) -> None:
-        x: Any = start.args[0]
+        x = start.args[0]
         replace(wait, made)
         self.graph.erase_node(start)
         while not x.users and x.op == "call_function" and isinstance(x.args[0], fx.Node):
@@ -264,7 +264,7 @@ class _Overlap:
     def _make_in_slot(self, call: fx.Node, after: int, before: int, place: dict[fx.Node, int]) -> None:
         """Let the fused op that makes what is gathered write it into the slot, if it runs after the wait for the operation
         before, and what it makes is read before the slot is written again."""
-        x: Any = call.args[0]
+        x = call.args[0]
         producer, result = (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
         into, readers = writes_into(producer.target), readers_of(x, _MAY_SHOW)
         if into is None or producer.kwargs or any(n.op == "output" or is_start(n) for n in readers):
@@ -310,13 +310,13 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _before(node: fx.Node) -> fx.Node:
-    return node.args[0]  # type: ignore[return-value]
+    return node.args[0]
 
 
 def _sizes(node: fx.Node) -> list[Any] | None:
     """The sizes of a value as its graph has them: numbers and nodes; None where a view does not say them."""
     if node.target in RESHAPES:
-        return [*node.args[1]]  # type: ignore[misc]
+        return [*node.args[1]]
     if node.target in COPIES:
         return _sizes(_before(node))
     found = [*node.meta[VAL].shape]
@@ -342,7 +342,7 @@ def _rows(node: fx.Node, base: fx.Node) -> Any:
     last: Any = None
     while node is not base:
         if node.target in RESHAPES:
-            last = last or node.args[1][0]  # type: ignore[index]
+            last = last or node.args[1][0]
         if node.target is aten.slice.Tensor:
             return last or node.args[3]
         node = _before(node)
@@ -355,7 +355,7 @@ def _left(product: fx.Node) -> Any:
 
 def _adds(product: fx.Node, base: fx.Node) -> bool:
     """Whether the product adds to `base` or a view of it, perhaps in place."""
-    return product.target is aten.addmm.default and storage_of(product.args[0]) is base  # type: ignore[arg-type]
+    return product.target is aten.addmm.default and storage_of(product.args[0]) is base
 
 
 def _right(product: fx.Node) -> tuple[Any, ...]:

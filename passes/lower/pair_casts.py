@@ -71,7 +71,7 @@ def _pair_cast(node: fx.Node) -> bool:
     operands = rows.args[0], rows.args[1], columns.args[1], *rows.args[3:5]
     made = _call(node, quantize_both, operands, (q, qt, scale, column_scale))
     replaced = [
-        (item, places[item.args[1]])  # type: ignore[index]  # of a getitem: a number
+        (item, places[item.args[1]])
         for old, places in ((rows, {0: 0, 1: 1, 2: 2}), (columns, {0: 0, 1: 1, 2: 3}))
         for item in old.users
     ]
@@ -87,7 +87,7 @@ def _join_cast(node: fx.Node) -> bool:
     """node: the second of two by one scale."""
     if node.target is not quantize or node.args[2] != -1:
         return False
-    x: Any = node.args[0]
+    x = node.args[0]
     other = next((n for n in x.users if n.target is quantize and n.args[:5] == node.args[:5] and n < node), None)
     if other is None or {other.args[5:], node.args[5:]} != {(True, False), (False, True)}:
         return False
@@ -98,15 +98,15 @@ def _join_cast(node: fx.Node) -> bool:
     made = _call(node, quantize, (*node.args[:5], True, True), values)
     for old in (plain, turned):
         for item in [*old.users]:
-            replace(item, _item(node, made, item.args[1]))  # type: ignore[arg-type]  # of a getitem: a number
+            replace(item, _item(node, made, item.args[1]))
         node.graph.erase_node(old)
     return True
 
 
 def _other(node: fx.Node, target: Any, place: int) -> fx.Node | None:
     """A later amax, or an earlier cast, of the same value along the other dim. place: of the argument that says which dim."""
-    x: Any = node.args[0]
-    kept: Any = node.args[place]
+    x = node.args[0]
+    kept = node.args[place]
     wanted = {0: 1, 1: 0}.get(kept)
     found = [n for n in x.users if n.target is target and n.args[0] is x and n.args[place] == wanted]
     after = target is amax

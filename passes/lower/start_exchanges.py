@@ -14,7 +14,6 @@ between the value that travels and its start that the start does not need, and n
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -83,7 +82,7 @@ def _is_of_python(node: fx.Node) -> bool:
         return False
     made = storage_of(node)
     while made.target is operator.getitem:
-        made = storage_of(made.args[0])  # type: ignore[arg-type]
+        made = storage_of(made.args[0])
     return made.op == "call_function" and not isinstance(made.target, torch._ops.OpOverload)
 
 
@@ -106,7 +105,7 @@ def _start_early(begin: fx.Node) -> None:
 
 def _let_run_behind(begin: fx.Node) -> None:
     """Move behind it what comes after the value that travels and what nothing before it needs, if that is a product."""
-    value: Any = begin.args[0]
+    value = begin.args[0]
     made, window = storage_of(value), list[fx.Node]()
     node = begin.prev
     while node is not made and node.op == "call_function":

@@ -227,7 +227,7 @@ class _Flattener:
         source = _source(table)
         if source.target is aten.embedding.default and not source.kwargs:
             weight, index, *rest = source.args
-            made = build(aten.embedding.default, weight, for_each_token(index), *rest)  # type: ignore[arg-type]
+            made = build(aten.embedding.default, weight, for_each_token(index), *rest)
         else:
             device = table.meta[VAL].device
             index = build(aten.arange.default, self.sizes(rows), dtype=torch.int64, device=device)
@@ -267,14 +267,14 @@ def _reshaped(value: fx.Node) -> Iterator[fx.Node]:
     """The value, and what it is a reshape of."""
     yield value
     while value.target in RESHAPES:
-        value = value.args[0]  # type: ignore[assignment]
+        value = value.args[0]
         yield value
 
 
 def _source(value: fx.Node) -> fx.Node:
     """What the value is with dims of one element here and there."""
     while value.target in (*RESHAPES, aten.unsqueeze.default):
-        before: Any = value.args[0]
+        before = value.args[0]
         if before.meta[VAL].shape[-1] != value.meta[VAL].shape[-1]:
             break
         value = before
@@ -282,7 +282,7 @@ def _source(value: fx.Node) -> fx.Node:
 
 
 def _place(node: fx.Node, name: str) -> int:
-    return [a.name for a in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+    return [a.name for a in node.target._schema.arguments].index(name)
 
 
 def _changes(node: fx.Node, last: int) -> dict[str, Any] | None:

@@ -249,7 +249,7 @@ class Typer:
 
     def _typed(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
-            arguments: Any = node.args
+            arguments = node.args
             return self.facts[arguments[0]][arguments[1]]
         name = str(node.target).split(".")[1]
         self._count_all(node)
@@ -356,7 +356,7 @@ class Typer:
             whole = self.program.sizes.of_expr(value.node.expr.xreplace({self.symbol: self.ranks * self.symbol}))
             return SizeEmitter(self.program.graph, self.program.sizes)(whole)
         args = [self._of_all_ranks(a, node) if isinstance(a, fx.Node) else a for a in number.args]
-        return Builder(self.program, node, number, NAME)(number.target, *args)  # type: ignore[arg-type]  # it is computed
+        return Builder(self.program, node, number, NAME)(number.target, *args)
 
     def _count_selected(self, node: fx.Node, given: fx.Node, expr: sympy.Expr, kind: str) -> None:
         """The same of the number of rows that a mask selects."""
@@ -409,7 +409,7 @@ class Typer:
 
     def _mean_of_selected(self, node: fx.Node) -> None:
         """Of rows that a mask selects, ranks have unequal numbers: the sum, by the number of all ranks."""
-        source: Any = node.args[0]
+        source = node.args[0]
         shape, given = self.sizes.shape(source.meta[VAL]), argument(node, "dim")
         dims = [int(d) % len(shape) for d in given] if given else list(range(len(shape)))
         build = Builder(self.program, node, node, NAME)

@@ -223,7 +223,7 @@ def _where_it_can_be_cut(
 
 def _element(node: fx.Node, of_op: list[Strategy]) -> list[Strategy]:
     """The placements at which the strategies of a user's op leave one of its results."""
-    index: Any = node.args[1]
+    index = node.args[1]
     return storage([*dict.fromkeys(s.result(index) for s in of_op)])
 
 

@@ -131,7 +131,7 @@ def split_norms(program: Program) -> list[fx.Node]:
             node.append(part)
         op, taken = _NORMS[node.target]
         reader = next((r for r in normed.users if not in_backward(r)), normed)
-        summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))  # type: ignore[arg-type]
+        summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))
         statistics = [part for index, part in sorted(parts.items()) if index > 0]
         where = max(parts.values()).next
         emit = lambda op, args, value, at=(where, normed): new_call(at[0], op, args, value, at[1], NAME)  # noqa: E731

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -167,7 +166,7 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
                 tags.append(node)
                 _pass_on(node, {own}, needed)
             else:
-                needed.setdefault(node.args[0], set()).update(asked)  # type: ignore[arg-type]
+                needed.setdefault(node.args[0], set()).update(asked)
         elif forced or (own is not OUTSIDE and asked == {own}):
             if may(node):
                 tags += [node, *parts]
@@ -182,7 +181,7 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
 
 
 def _again(node: fx.Node, regions: Regions, asked: set[Hashable], own: Hashable) -> bool:
-    other: Any = node.args[1]
+    other = node.args[1]
     return other.args[0] in regions.dropped or (own is not OUTSIDE and asked == {own})
 
 

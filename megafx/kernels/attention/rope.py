@@ -150,7 +150,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     tables, dtables = Tables(cos, sin, *ctx.how), (None, None)
     if xs:
         each = [_table_gradients(grad, x, tables) for grad, x in zip(grads, xs, strict=True)]
-        dtables = tuple(functools.reduce(operator.add, of) for of in zip(*each, strict=True))  # type: ignore[assignment]
+        dtables = tuple(functools.reduce(operator.add, of) for of in zip(*each, strict=True))
     if len(grads) == 1:
         return torch.ops.megafx.rope_backward(*grads, *tables), *dtables, None, None
     return *torch.ops.megafx.rope_qk_backward(*grads, *tables), *dtables, None, None

@@ -79,7 +79,7 @@ class Chain:
             sizes |= {name: int(n) for name, n in found if isinstance(name, str)}
         tensors = [(x, o) for x, o in zip(arguments, self.operands, strict=True) if isinstance(o, Operand)]
         if any(x.numel() == 0 for x, _ in tensors):
-            return self.gm.forward  # type: ignore[no-any-return]
+            return self.gm.forward
         made = next((c for c in self.compiled if c.fits(sizes)), None)
         if made is None:
             made = self._compile(sizes if self.compiled else sizes | self.hints)
@@ -135,7 +135,7 @@ def inductor(gm: fx.GraphModule, fakes: list[Any], mode: Any) -> Callable[..., A
     graph.output(graph.graph_copy(gm.graph, {}))
     with torch.no_grad(), tracing(TracingContext(mode)):
         found: Any = compile_fx(fx.GraphModule(gm, graph), fakes)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _value(stride: Stride, sizes: Mapping[str, Any]) -> Any:

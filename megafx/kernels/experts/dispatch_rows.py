@@ -163,7 +163,7 @@ def combine_rows(y: Tensor, *way: Any) -> Tensor:
 def _started(x: Tensor, received: list[int], sent: list[int], axis: str) -> Tensor:
     if len(sent) == 1:
         return x
-    return c10d.all_to_all_single.default(x.contiguous(), received, sent, axis_context(axis).group_name)  # type: ignore[no-any-return]
+    return c10d.all_to_all_single.default(x.contiguous(), received, sent, axis_context(axis).group_name)
 
 
 def _waited_for(x: Tensor, sizes: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def _loss_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _loss_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad, lse_grad = both_gradients(grad, ctx.lse)  # type: ignore[assignment]
+    grad, lse_grad = both_gradients(grad, ctx.lse)
     return torch.ops.megafx.ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *ctx.how), *[None] * 8
 
 

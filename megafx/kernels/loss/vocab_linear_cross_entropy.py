@@ -144,7 +144,7 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad, lse_grad = parts.both_gradients(grad, ctx.lse)  # type: ignore[assignment]
+    grad, lse_grad = parts.both_gradients(grad, ctx.lse)
     dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *ctx.how)
     return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 8
 

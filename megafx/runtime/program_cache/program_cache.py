@@ -252,7 +252,7 @@ class Situation:
     def _constant(self, form: Any, state: PythonState, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         kind, where = form
         if kind == "state":
-            return state.guards[where][0].get()  # type: ignore[no-any-return]  # a tensor: its guard says so
+            return state.guards[where][0].get()
         return tensors[where].to(self.device) if kind == "here" else tensors[where]
 
     # -- writing
