@@ -105,7 +105,7 @@ def build(name: str, tiny: bool, device: torch.device) -> tuple[Any, dict[str, t
     }
     torch.manual_seed(0)
     with torch.device(device):
-        llama = lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**stack, **common))  # noqa: E731
+        llama = lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**stack, **common))
         model = made.get(name, llama)().to(torch.bfloat16).train()
     ids = torch.randint(1, vocab, (batch, seq), generator=torch.Generator().manual_seed(0)).to(device)
     return model, {"input_ids": ids, "labels": ids.clone()}
@@ -286,7 +286,7 @@ class Traded:
             made = compiled(model, call, self.hardware)
             place_joined(model, made)
             for options in TRADED:
-                step = lambda options=options: Step(chosen(made, options), model, call, self.device)  # noqa: E731
+                step = lambda options=options: Step(chosen(made, options), model, call, self.device)
                 self.show(f"megafx, {text(options)}", step)
 
     def wants(self, mode: str) -> bool:

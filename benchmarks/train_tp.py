@@ -466,11 +466,11 @@ def exposed(step: Step, ids: Tensor) -> dict[str, Any]:
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type == cuda]
-    communicates = lambda name: "nccl" in name.lower() or "PtoP" in name or "barrier" in name.lower()  # noqa: E731
+    communicates = lambda name: "nccl" in name.lower() or "PtoP" in name or "barrier" in name.lower()
     work = joined([(a, b) for a, b, name in spans if not communicates(name)])
     talk = joined([(a, b) for a, b, name in spans if communicates(name)])
     both = joined([(a, b) for a, b, _ in spans])
-    length = lambda found: sum(b - a for a, b in found) / 1000  # noqa: E731
+    length = lambda found: sum(b - a for a, b in found) / 1000
     totals: dict[str, list[float]] = {}
     for a, b, name in spans:
         totals.setdefault(name[:70], []).append((b - a) / 1000)

@@ -1,6 +1,6 @@
 """`Config`: what a user may choose, validated. No torch import.
 
-A field's name, type, default and doc stand in one place: the check of its value, `help(megafx.Config)` and the options of the
+A field's name, type, default and doc are in one place: the check of its value, `help(megafx.Config)` and the options of the
 `megafx` command come from there. Names are Megatron's where the meaning is the same.
 """
 
@@ -168,12 +168,12 @@ class Config:
     activation_func_fp8_input_store: bool = _option(
         False,
         "inputs of fused activations are kept for backward in e4m3, with one scale; their gradients, and outputs that "
-        "recompute_activation_func makes again, are of these (docs/fp8.md)",
+        "recompute_activation_func recomputes, are of these (docs/fp8.md)",
     )
     activation_memory_budget: float | int | str | None = _option(
         None,
         "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget; 'fit': what "
-        "the device has room for. Values that do not fit are made again in backward, the cheapest first (docs/memory.md)",
+        "the device has room for. Backward recomputes values that do not fit, the cheapest first (docs/memory.md)",
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(
         None, "'full': layers are computed again from their inputs; 'selective': the parts that recompute_modules names"
@@ -261,7 +261,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalised once, here
+        put = lambda name, value: object.__setattr__(self, name, value)  # frozen: normalised once, here
         if self.fp8_recipe == "delayed":
             found = "fp8_recipe='delayed' takes scales from earlier steps, and saturates where values grow"
             raise ConfigError(found, fix="use 'tensorwise': its scales are those of the values themselves, as fast")

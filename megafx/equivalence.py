@@ -173,15 +173,14 @@ def config_of(mesh: Mapping[str, int], config: Config | None) -> Config:
 
 @dataclass
 class _Trial:
-    """One call on t ranks, or data.ranks groups of them, and on one. values: logical, by input; wanted: what one process
-    computes; limit: tolerance; single: compiles the call for one rank."""
+    """One call on t ranks, or data.ranks groups of them, and on one."""
 
     sharded: Compiled
-    single: Callable[[], Compiled]
-    values: dict[str, Any]
-    wanted: simulate.Logical
+    single: Callable[[], Compiled]  # compiles the call for one rank
+    values: dict[str, Any]  # logical, by input
+    wanted: simulate.Logical  # what one process computes
     reference: str
-    limit: float
+    limit: float  # tolerance
     requires_grad: list[str]  # outputs for which the graph's is not eager mode's
 
     @property

@@ -108,7 +108,7 @@ class CheckpointError(MegafxError):
 
 
 class LostRankError(MegafxError, RuntimeError):
-    """Another rank ended, did not come to a call of all ranks, or made another call."""
+    """Another rank ended, did not reach a call of all ranks, or made another call."""
 
     what_to_do = "Look for the first error among the logs of all ranks; the others follow from it."
 

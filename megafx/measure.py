@@ -140,7 +140,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
     n = MATMUL[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers would take less power
-    product = lambda: torch.mm(a, b)  # noqa: E731
+    product = lambda: torch.mm(a, b)
     return 2.0 * n**3 / (_kernel_seconds(product) if device.type == "cuda" else _seconds(product, device))
 
 
@@ -268,7 +268,7 @@ def _attention(device: torch.device) -> dict[str, float]:
     seed = torch.zeros((), dtype=torch.int64, device=device)
     rest: Any = (ATTENTION[-1] ** -0.5, True, 0, 0.0, 0, 0.1, 1, -1, [], "tp")
     library: Callable[..., torch.Tensor] = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    dropped: Callable[..., torch.Tensor] = lambda q, k, v: torch.ops.megafx.attention(  # noqa: E731
+    dropped: Callable[..., torch.Tensor] = lambda q, k, v: torch.ops.megafx.attention(
         q, k, v, None, None, None, None, seed, *rest
     )
     for kind, shape, op in (("", ATTENTION, library), ("dropout ", ATTENTION, dropped), ("long ", LONG, library)):
@@ -294,7 +294,7 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
     )
     group: Any = hosts[dist.get_rank() // ranks]
     a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
-    product: Callable[[], object] = lambda: torch.mm(a, b)  # noqa: E731
+    product: Callable[[], object] = lambda: torch.mm(a, b)
     whole = torch.zeros(REDUCED // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
     alone, collective = (
         _kernel_seconds(lambda: [product() for _ in range(4)]),

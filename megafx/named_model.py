@@ -63,9 +63,9 @@ def load_model(
 
 def _said(error: Exception) -> str:
     """What an error of somebody else's code says, and where it was raised."""
-    said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+    last = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {said}" + f" ({frame.filename}:{frame.lineno} `{frame.line}`)"
+    return f"{type(error).__name__}: {last}" + f" ({frame.filename}:{frame.lineno} `{frame.line}`)"
 
 
 def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
@@ -136,7 +136,7 @@ def _file_of(name: str, module: str) -> Path | None:
 
 
 def _names_in(file: Path) -> set[str] | None:
-    """The names that stand in a module's file, at least those that it gives; None where it may give others (`import *`)."""
+    """The names in a module's file, at least those that it gives; None where it may give others (`import *`)."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -249,8 +249,8 @@ def _config_of(name: str, kind: Callable[..., Any], fields: dict[str, Any]) -> A
     try:
         return kind(**fields)
     except Exception as error:  # transformers checks sizes and types
-        said = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
-        raise UsageError(f"the config of '{name}' ({kind.__name__}) cannot be made: {said}", fix=SETTINGS) from error
+        reason = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
+        raise UsageError(f"the config of '{name}' ({kind.__name__}) cannot be made: {reason}", fix=SETTINGS) from error
 
 
 # -- a class or a function of the user's
@@ -305,7 +305,7 @@ def _arguments(made: Callable[..., Any], settings: dict[str, Any]) -> tuple[tupl
     needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if len(needed) != 1 or needed[0].name in settings:
         return (), settings
-    target = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+    target = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]  # of this class
     kind = typing.get_type_hints(target).get(needed[0].name)
     if not isinstance(kind, type) or kind.__module__ == "builtins":
         return (), settings

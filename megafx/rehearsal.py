@@ -45,17 +45,16 @@ WHOLE = 16  # up to so many ranks of an axis that graphs depend on, each is boun
 
 @dataclass(frozen=True)
 class Collective:
-    """One that a rank starts. options: its reduction and sizes; module, source: where it is from; node: which of those that are
-    alike, by its name in the graph of all ranks."""
+    """One that a rank starts."""
 
     op: str
     axis: str
     shapes: tuple[str, ...]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # its reduction and sizes
     direction: str
-    module: str
+    module: str  # module, source: where it is from
     source: SourceLine | None = None
-    node: str = ""
+    node: str = ""  # which of those that are alike, by its name in the graph of all ranks
 
     def __str__(self) -> str:
         options = "".join(f", {x}" for x in self.options)
@@ -134,15 +133,14 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Proven:
-    """Ranks of a mesh whose orders agree. kinds: class of each rank, as a number for each axis of `read`; members: the ranks
-    of a class; orders: what they start; programs: what the first of them runs; not_seen: what was not proven."""
+    """Ranks of a mesh whose orders agree."""
 
-    kinds: Sequence[tuple[int, ...]]
+    kinds: Sequence[tuple[int, ...]]  # class of each rank, as a number for each axis of `read`
     read: Sequence[str]
-    members: Mapping[tuple[int, ...], list[int]]
-    orders: Mapping[tuple[int, ...], list[Collective]]
-    programs: Mapping[tuple[int, ...], Program]
-    not_seen: Sequence[str]
+    members: Mapping[tuple[int, ...], list[int]]  # the ranks of a class
+    orders: Mapping[tuple[int, ...], list[Collective]]  # what they start
+    programs: Mapping[tuple[int, ...], Program]  # what the first of them runs
+    not_seen: Sequence[str]  # what was not proven
 
     def name(self, mesh: Mesh, ranks: Sequence[int]) -> str:
         """The places of these ranks on the axes that graphs depend on."""

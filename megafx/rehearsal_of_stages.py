@@ -176,7 +176,7 @@ class OneStage:
         assert known is not None
         price_workload(whole.program, call.config)
         ends = {kind: _ends(graph, program, whole.program.sizes) for kind, program in known.programs.items()}
-        bytes_of = lambda crossing: sum(whole.program.sizes.bytes(c.value) for c in crossing)  # noqa: E731
+        bytes_of = lambda crossing: sum(whole.program.sizes.bytes(c.value) for c in crossing)
         own = {f"kwargs[{keyword}]" for keyword, name in graph.takes.items() if not name.startswith("value:")}
         program = compiled.program
         inputs = sum(program.sizes.bytes(n.meta[VAL]) for n, spec in program.input_nodes() if spec.name in own)

@@ -25,15 +25,14 @@ from megafx.staging import made_schedule
 
 @dataclass(frozen=True)
 class Message:
-    """One value of a micro-batch between two stages. peer: the pipeline rank at the other end; stages: from, to; value: its
-    name in the graph of the whole call; what: dtype and shape."""
+    """One value of a micro-batch between two stages."""
 
     sends: bool
-    peer: int
-    stages: tuple[int, int]
+    peer: int  # the pipeline rank at the other end
+    stages: tuple[int, int]  # from, to
     microbatch: int
-    value: str
-    what: str
+    value: str  # its name in the graph of the whole call
+    what: str  # dtype and shape
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -216,7 +215,7 @@ def _between(orders: Sequence[Order], sends: bool) -> dict[tuple[int, int], list
 
 
 def _run(orders: Sequence[Order], named: Callable[[int], str]) -> None:
-    """Every rank goes on where it does not wait. As with NCCL, a message goes over once both ends have come to it, and what two
+    """Every rank goes on where it does not wait. As with NCCL, a message is sent once both ends have reached it, and what two
     ranks have started between them goes one after the other, but for what was started together."""
     at = [0] * len(orders)
     left: dict[tuple[int, int], int] = defaultdict(int)  # (rank, number of a batch) -> its messages that are under way
@@ -260,7 +259,7 @@ def _run(orders: Sequence[Order], named: Callable[[int], str]) -> None:
 
 
 def _meeting(ours: Sequence[Message], theirs: Sequence[Message]) -> tuple[Message, Message] | None:
-    """A message that both ends have come to."""
+    """A message that both ends have reached."""
     for one in ours:
         for two in theirs:
             if one.sends is not two.sends and one.content == two.content:

@@ -134,10 +134,9 @@ class _Maker:
         if name not in self.symbols:
             mode = self.program.fake_mode
             example = torch.empty(_HINTS[len(self.symbols) % len(_HINTS)])
-            context = StatelessSymbolicContext([DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
-            size_ = mode.from_tensor(example, symbolic_context=context).shape[0]
-            self.symbols[name] = size_  # type: ignore[assignment]
-            symbol = size_.node.expr  # type: ignore[attr-defined]
+            context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+            found: Any = mode.from_tensor(example, symbolic_context=context).shape[0]
+            self.symbols[name], symbol = found, found.node.expr
             self.program.sizes.symbols[name] = symbol
             self.program.sizes.workload_of[symbol] = example.shape[0]
         return self.symbols[name]
@@ -150,14 +149,13 @@ class _Maker:
         """'S1', 'S1/2*(4x16)', 'I', ... of a node's value. whole: its shape is global; else that of the program."""
         if text in ("I", "R", "P", "M"):
             return Placement(text)
-        match = re.fullmatch(r"S(\d+)(?:/(.+))?", text)
+        match = re.fullmatch(r"S(\d+)(?:/(?:(\d+)\*)?\(?([^()]+)\)?)?", text)
         if match is None:
             raise UsageError(f"'{text}' is no placement", fix="write I, R, P, M, S<dim> or S<dim>/<layout>")
         dim = int(match[1])
-        if match[2]:
-            rep, blocks = re.fullmatch(r"(?:(\d+)\*)?\(?([^()]+)\)?", match[2]).groups()  # type: ignore[union-attr]
-            cut = [b.partition("x") for b in blocks.split("+")]
-            return S(dim, Layout.of([(int(n), int(unit or 1)) for n, _, unit in cut], self.t, int(rep or 1)))
+        if match[3]:
+            cut = [b.partition("x") for b in match[3].split("+")]
+            return S(dim, Layout.of([(int(n), int(unit or 1)) for n, _, unit in cut], self.t, int(match[2] or 1)))
         size = self.program.sizes.of(node.meta[VAL].shape[dim])
         return S(dim, Layout.contiguous(size if whole or not self.local else size * self.t, self.t))
 

@@ -304,19 +304,19 @@ def _sequence(t: int, several_hosts: bool) -> tuple[bool, ...]:
 
 @dataclass
 class _Search:
-    """Plans of one model. shard: data-parallel ranks that hold a copy, as the config asks for. whole: the program before the
-    sequence is cut. ready: (sequence parallelism, context-parallel ranks) -> the program up to planning, where it is the same
-    for other numbers of tensor-parallel ranks, as it is without experts."""
+    """Plans of one model."""
 
     captured: Program
     hardware: Hardware
     batches: Sequence[int]
     memory: int
-    shard: int | None
+    shard: int | None  # data-parallel ranks that hold a copy, as the config asks for
     wants_grad: Callable[[Input], bool]
     global_batch: int | None
-    whole: Program | None = None
+    whole: Program | None = None  # the program before the sequence is cut
     most_experts: int | None = None
+    # (sequence parallelism, context-parallel ranks) -> the program up to planning, where it is the same for other numbers
+    # of tensor-parallel ranks, as it is without experts
     ready: dict[tuple[bool | str, int], Program] = field(default_factory=dict)
 
     def candidates(self, config: Config) -> Iterator[Candidate]:

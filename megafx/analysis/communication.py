@@ -82,8 +82,7 @@ def exchanged_bytes(program: Program, node: fx.Node, ranks: int) -> int:
     """What one rank sends of tokens that travel, or of their sums. A token goes to the ranks that have one of its experts: to
     ranks (1 - (1 - 1/ranks)^choices) of them where its choices fall anywhere."""
     places, choices = argument(node, "places"), argument(node, "choices")
-    operand = node.args[0]
-    value = node.meta[VAL] if node.target is mfx.combine_rows.default else operand.meta[VAL]
+    value = node.meta[VAL] if node.target is mfx.combine_rows.default else node.args[0].meta[VAL]
     tokens = program.sizes.workload(program.sizes.of(places.meta[VAL].shape[0]))
     row = program.sizes.bytes(value) // max(tokens, 1)  # of a token; with its entries, all of them
     distinct = ranks * (1 - (1 - 1 / ranks) ** choices)

@@ -173,7 +173,7 @@ class _Builder:
         rule, choice = self.planner.rules[node], self.plan.ops[node.name]
         weights = [(rule.operands[i], choice.ins[i]) for i in rule.weights(self.planner.weights)]
         has_weight = bool(weights) and node not in self.planner.weights
-        say = lambda p: text_of(p, self.program)  # noqa: E731
+        say = lambda p: text_of(p, self.program)
         flops, times = self._cost(node, rule, choice, has_weight)
         once, back, of_weight = (round(1e6 * seconds, 3) for seconds in times)
         texts = []

@@ -1,8 +1,8 @@
 """What backward keeps of forward, and what it recomputes: the rules that the cut follows.
 
-Handed over by reference: parameters, buffers, user inputs, joined parameters, casts of weights that are kept. Made again for
+Handed over by reference: parameters, buffers, user inputs, joined parameters, casts of weights that are kept. Recomputed for
 nothing: views, sizes, other casts of parameters. All else that backward reads is kept, unless its node is tagged
-(ir.RECOMPUTE): it is then made again from what it is made of, by the same rules.
+(ir.RECOMPUTE): it is then recomputed from its operands, by the same rules.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def is_gathered(node: fx.Node) -> bool:
 
 
 class Kept:
-    """What the graph keeps, given what is tagged. saved: kept values, in the order found; again: nodes that are made again.
+    """What the graph keeps, given what is tagged. saved: kept values, in the order found; again: nodes that are recomputed.
 
-    readers: forward node -> the nodes that need its value then: of backward, of the lazy outputs' graph, or made again.
+    readers: forward node -> the nodes that need its value then: of backward, of the lazy outputs' graph, or recomputed.
     """
 
     def __init__(self, program: Program, tagged: Callable[[fx.Node], bool]) -> None:
@@ -118,7 +118,7 @@ class Kept:
                 self.saved[node] = None
 
 
-# -- what may be made again
+# -- what may be recomputed
 
 
 def is_replayable(node: fx.Node, *axes: str) -> bool:

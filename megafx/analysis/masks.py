@@ -29,6 +29,7 @@ from torch import fx
 from megafx.analysis.tables import Band
 from megafx.ir.nodes import argument, aten_ops, op_name
 from megafx.ir.program import VAL, Program
+from megafx.kernels.attention.masked_softmax import HARD_FILL
 
 # -- values, and what ops do to them
 
@@ -86,7 +87,6 @@ class Sum(NamedTuple):
 
 Value = Index | Choice | Sum | Leaf
 TRUE = Cond("true")
-HARD_FILL = -5000.0  # as kernels/attention/masked_softmax.py has it
 
 
 def negated(c: Cond) -> Cond:
@@ -125,8 +125,8 @@ def conjuncts(c: Cond, positive: bool = True) -> list[Cond] | None:
     if c.kind == "not":
         return conjuncts(c.of[0], not positive)
     if c.kind == ("and" if positive else "or"):
-        parts = [conjuncts(part, positive) for part in c.of]
-        return None if None in parts else [x for part in parts for x in part]  # type: ignore[union-attr]
+        parts: list[Any] = [conjuncts(part, positive) for part in c.of]
+        return None if None in parts else [x for part in parts for x in part]
     if c.kind in ("and", "or"):
         return None
     return [c if positive else negated(c)]
@@ -533,16 +533,16 @@ def _triangle(reader: MaskReader, node: fx.Node) -> Value | None:
 @_reads("unsqueeze transpose.int permute expand")
 def _view(reader: MaskReader, node: fx.Node) -> Value | None:
     n, name = node.meta[VAL].dim(), op_name(node)
-    to: Callable[[int], int | None] = lambda d: d  # noqa: E731  expand
+    to: Callable[[int], int | None] = lambda d: d  # expand
     if name == "unsqueeze":
         at = int(node.args[1]) % n - n
-        to = lambda d: d if d > at else d - 1  # noqa: E731
+        to = lambda d: d if d > at else d - 1
     elif name == "transpose":
         a, b = (int(x) % n - n for x in node.args[1:3])
-        to = lambda d: b if d == a else a if d == b else d  # noqa: E731
+        to = lambda d: b if d == a else a if d == b else d
     elif name == "permute":
         order = [int(x) % n - n for x in node.args[1]]
-        to = lambda d: order.index(d) - n  # noqa: E731
+        to = lambda d: order.index(d) - n
     return moved(reader.operand(node.args[0]), to)
 
 

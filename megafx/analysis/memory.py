@@ -67,14 +67,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One graph. points: its nodes in order; alive: what is held at the highest point, largest first.
+    """One graph."""
 
-    start, end: bytes held before and afterwards.
-    """
-
-    points: tuple[Point, ...]
-    alive: tuple[Alive, ...]
-    start: int
+    points: tuple[Point, ...]  # its nodes in order
+    alive: tuple[Alive, ...]  # what is held at the highest point, largest first
+    start: int  # start, end: bytes held before and afterwards
     end: int
 
     @property
@@ -200,7 +197,7 @@ def _outputs(program: Program, parts: Partition) -> int:
         root[node] = _memory(node, root, {})
     results: Any = parts.forward.graph.output_node().args[0]
     count = sum(o.kind != "gradient" for o in program.outputs)
-    parts_of = lambda part: {base for n in part if isinstance(n, fx.Node) and (base := root[n]) is not None}  # noqa: E731
+    parts_of = lambda part: {base for n in part if isinstance(n, fx.Node) and (base := root[n]) is not None}
     given = parts_of(results[:count]) - parts_of(results[count:])
     return sum(_rounded(program, v) for n in given for v in tensors_of(n))
 
@@ -213,7 +210,7 @@ def _pinned(parts: Partition) -> set[str]:
 def walk(
     program: Program, gm: fx.GraphModule, given: Mapping[str, int], *, also: int = 0, pinned: Iterable[str] = ()
 ) -> Timeline:
-    """given: names of placeholders whose memory the graph may free -> bytes. Other placeholders stand elsewhere.
+    """given: names of placeholders whose memory the graph may free -> bytes. Other placeholders are counted elsewhere.
 
     also: bytes held in addition; pinned: names of placeholders that somebody else holds too.
     """
@@ -308,16 +305,15 @@ def _memory(node: fx.Node, root: Mapping[fx.Node, fx.Node | None], given: Mappin
 
 
 def _reshape_copies(node: fx.Node) -> bool:
-    value = node.args[0]
-    return node.target in _RESHAPES and not value.meta[VAL].is_contiguous()
+    return node.target in _RESHAPES and not node.args[0].meta[VAL].is_contiguous()
 
 
 def _workspace(program: Program, node: fx.Node) -> int:
     taken = facts_of(node.target).workspace if node.op == "call_function" else None
     if taken is None:
         return 0
-    work = lambda n: program.sizes.workload(program.sizes.of(n))  # noqa: E731
-    of_value = lambda v: _Shape(map(work, v.shape)) if isinstance(v, torch.Tensor) else work(v)  # noqa: E731
+    work = lambda n: program.sizes.workload(program.sizes.of(n))
+    of_value = lambda v: _Shape(map(work, v.shape)) if isinstance(v, torch.Tensor) else work(v)
     shapes = fx.map_arg(node.args, lambda n: of_value(n.meta[VAL]))
     operands = (n.meta[VAL] for n in node.all_input_nodes)
     itemsize = next(v.element_size() for v in operands if isinstance(v, torch.Tensor) and v.is_floating_point())

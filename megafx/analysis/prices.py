@@ -94,8 +94,7 @@ def copies(node: fx.Node) -> bool:
     """True if what its schema calls a view is a copy: of an operand that lies otherwise in memory."""
     if node.target is not aten.contiguous.default:
         return False
-    operand = node.args[0]
-    return not operand.meta[VAL].is_contiguous()
+    return not node.args[0].meta[VAL].is_contiguous()
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> float:

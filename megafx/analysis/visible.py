@@ -23,27 +23,22 @@ from megafx.analysis.masks import (
     hides,
 )
 from megafx.ir.nodes import op_name
-from megafx.ir.program import Program
+from megafx.ir.program import Input, Program
 
 
 @dataclass
 class Visible:
-    """What a mask lets be seen.
-
-    padding: (tensor, whether True is visible). segments: ids of documents, whose queries see their own keys. fill: what
-    hidden scores become, or have added. rest: tensors that are added. exact: a row that sees no key has `fill` throughout.
-    replaced: where `fill` hides, `rest` is not added. parts: conditions that all hold where a key is seen.
-    """
+    """What a mask lets be seen."""
 
     causal: bool = False
     window: int = 0
-    padding: list[tuple[Leaf, bool]] = field(default_factory=list)
-    segments: Leaf | None = None  # the view of the keys
-    fill: float = -math.inf
-    rest: tuple[Leaf, ...] = ()
-    exact: bool = True
-    replaced: bool = False
-    parts: tuple[Cond, ...] = ()
+    padding: list[tuple[Leaf, bool]] = field(default_factory=list)  # (tensor, whether True is visible)
+    segments: Leaf | None = None  # ids of documents, whose queries see their own keys; the view of the keys
+    fill: float = -math.inf  # what hidden scores become, or have added
+    rest: tuple[Leaf, ...] = ()  # tensors that are added
+    exact: bool = True  # a row that sees no key has `fill` throughout
+    replaced: bool = False  # where `fill` hides, `rest` is not added
+    parts: tuple[Cond, ...] = ()  # conditions that all hold where a key is seen
 
     @property
     def by_position(self) -> bool:
@@ -179,9 +174,9 @@ def masked_before(program: Program, scores: fx.Node) -> bool:
 _SCORES = ("matmul", "bmm", "baddbmm", "masked_fill", "where")
 
 
-def _small(program: Program, spec: object) -> bool:
+def _small(program: Program, spec: Input) -> bool:
     """Whether a buffer or constant holds one number, and no large one."""
-    kind, name = spec.kind, spec.name  # type: ignore[attr-defined]
+    kind, name = spec.kind, spec.name
     if kind == "constant":
         value = program.constants[name]
         return bool(value.numel() == 0 or value.abs().max() < LARGE)

@@ -149,7 +149,7 @@ def name_dims(
     ids = [(n, t) for n, t in ids if group_of(n) or not _is_table(t, [other for _, other in ids])]
     choices = [(n, t) for n, t in outside if _is_choices(t)]
     embedded = [(n, t) for n, t in outside if t.dim() == 3 and t.is_floating_point()]
-    trained = lambda t: t.requires_grad and t.is_leaf  # noqa: E731  # a prompt, an image that is optimised
+    trained = lambda t: t.requires_grad and t.is_leaf  # a prompt, an image that is optimised
     by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: (trained(t), t.dim() == 1))  # 1-D ones last
     batch = next((t.shape[0] for t in (*(t for _, t in ids), *by_dims)), -1)
     sequences: dict[tuple[int, str], str] = {}
@@ -157,7 +157,7 @@ def name_dims(
     if growing and any(t.shape[1] == 1 for _, t in carriers if t.dim() == 2):  # one token after a cache
         carriers = [(n, t) for n, t in carriers if t.shape[1] != 1 and t.shape[1] - 1 not in past]
     if len({group_of(name) for name, _ in carriers}) == 1:
-        group_of = lambda name: ""  # noqa: E731  one side only: its length is 'seq'
+        group_of = lambda name: ""  # one side only: its length is 'seq'
     for name, tensor in carriers:
         size, group = tensor.shape[2 if _is_choices(tensor) else 1], group_of(name)
         if (size, group) not in sequences:

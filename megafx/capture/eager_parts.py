@@ -103,7 +103,7 @@ class LeftFunction:
 
     def functions(self) -> list[types.FunctionType]:
         """Those that have this code now."""
-        is_own = lambda f: isinstance(f, types.FunctionType) and f.__code__ is self.code  # noqa: E731
+        is_own = lambda f: isinstance(f, types.FunctionType) and f.__code__ is self.code
         return also_among_frozen(lambda: [*filter(is_own, gc.get_referrers(self.code))])
 
     def code_for(self, function: types.FunctionType) -> types.CodeType:

@@ -394,7 +394,7 @@ class _Capture:
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
 
     def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> tuple[ExportedProgram, dict[str, int]]:
-        """(export, the sizes of the trace). Where it tells the bound of a dim (`assert t <= block_size`, a table of positions),
+        """(export, the sizes of the trace). Where it finds the bound of a dim (`assert t <= block_size`, a table of positions),
         or that it is a constant, once more so: with sizes near the bound, as a trace at 1 or 2 holds for these alone."""
         try:
             return self._attempt(sizes, mode), sizes
@@ -435,7 +435,7 @@ class _Capture:
         self.root.note = notes.append
         self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-        note = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})  # noqa: E731
+        note = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})
         self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager, notes.append)
         self.trace.memos.sizes_are_real = all(sizes.get(n, size) == size for n, size in self.dims.user.items())
         model = self.root.model

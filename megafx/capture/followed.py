@@ -50,29 +50,26 @@ class TraceAgain(Exception):
 
 @dataclass
 class Followed:
-    """inputs: state that enters the graph. counters: numbers that forward reads and writes. growing: lists that it extends.
+    """What the traces of one capture have shown."""
 
-    dicts: those whose items it changes. computed: numbers made of counters that meet tensors. storing: identities of hooks that
-    store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
-    reads them; read_first: after it has. objects: that forward puts at places, in the trace that first showed it.
-    parameters: places outside of modules' own tables that hold a parameter of the model (or that it has replaced), with its
-    FQN: the graph reads that one. layer_by_layer: no call of a layer is a copy of another's (like_layers.py). remembered: calls
-    of functions with functools.lru_cache. decides: code needs the numbers that forward counts as numbers.
-    """
-
-    inputs: dict[str, Place] = field(default_factory=dict)
-    counters: dict[str, Place] = field(default_factory=dict)
-    growing: dict[str, Place] = field(default_factory=dict)
-    dicts: dict[str, Place] = field(default_factory=dict)
-    computed: list[Computed] = field(default_factory=list)
+    inputs: dict[str, Place] = field(default_factory=dict)  # state that enters the graph
+    counters: dict[str, Place] = field(default_factory=dict)  # numbers that forward reads and writes
+    growing: dict[str, Place] = field(default_factory=dict)  # lists that it extends
+    dicts: dict[str, Place] = field(default_factory=dict)  # those whose items it changes
+    computed: list[Computed] = field(default_factory=list)  # numbers made of counters that meet tensors
+    # identities of hooks that store what forward reads: they are traced
     storing: set[Hashable] = field(default_factory=set)
+    # globals, variables and items of lists that forward assigns to before it reads them
     replaced: dict[str, Place] = field(default_factory=dict)
+    # objects that forward puts at places, in the trace that first showed it
     objects: dict[str, list[Any]] = field(default_factory=dict)
-    read_first: set[str] = field(default_factory=set)
+    read_first: set[str] = field(default_factory=set)  # those that forward reads before
+    # places outside of modules' own tables that hold a parameter of the model (or that it has replaced), with its FQN:
+    # the graph reads that one
     parameters: dict[str, tuple[Place, str]] = field(default_factory=dict)
-    layer_by_layer: bool = False
-    decides: bool = False
-    remembered: dict[str, Place] = field(default_factory=dict)
+    layer_by_layer: bool = False  # no call of a layer is a copy of another's (like_layers.py)
+    decides: bool = False  # code needs the numbers that forward counts as numbers
+    remembered: dict[str, Place] = field(default_factory=dict)  # calls of functions with functools.lru_cache
 
     def __post_init__(self) -> None:
         places = [place.outermost for place in self.inputs.values()]
@@ -177,7 +174,7 @@ class _Freezing:
         if (name == "requires_grad_" or setter) and isinstance(args[0], FakeTensor):
             self._set(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         elif self.frozen and name not in ("__get__", "size", "dim"):
-            given = lambda x: self.frozen[id(x)][1] if id(x) in self.frozen else x  # noqa: E731
+            given = lambda x: self.frozen[id(x)][1] if id(x) in self.frozen else x
             args, kwargs = pytree.tree_map_only(nn.Parameter, given, (tuple(args), kwargs))
         return args, kwargs
 
@@ -392,7 +389,7 @@ class Trace:
                 yield Place(vars(module), name, name)
 
     def _left(self) -> dict[str, Any]:
-        """What forward has written so far, by name, with what tells two writes apart."""
+        """What forward has written so far, by name, with what distinguishes two writes."""
         buffers = {name: (id(x), x._version) for name, x in self.reads.model.named_buffers()}
         lists = {name: list.__len__(x) for name, p in self.followed.growing.items() if isinstance(x := p.get(), list)}
         return {**buffers, **lists, **{name: None for _, name in self.reads.written}}

@@ -70,8 +70,8 @@ class _Applied(nn.Module):
 class Regions:
     """Numbers the calls of checkpoint in a trace, and marks what is traced inside. Calls inside of others are part of them.
 
-    note(text) tells the user of what forward writes inside. left(): what it has written so far, by name, with what tells two
-    writes apart.
+    note(text) informs the user of writes by forward inside. left(): its writes so far, by name, with what distinguishes
+    two writes.
     """
 
     def __init__(self, note: Callable[[str], None], left: Callable[[], dict[str, Any]]) -> None:
@@ -271,7 +271,7 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
                     torch.manual_seed(0)
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
                     output = call(*pytree.tree_unflatten(filled, spec))
-                    change = lambda x: _some(_spread(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023, E731
+                    change = lambda x: _some(_spread(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023
                     found.append(_gradients(output, inputs, [x.requires_grad for x in tensors], change))
                 for a, b in zip(*found, strict=True):  # with some room where a derivative goes through zero
                     if zeros or odd:  # where others are NaN, a function may give numbers of its own
@@ -344,11 +344,11 @@ def _spread(x: Tensor, spread: float, seed: int) -> Tensor:
     return x.double().cpu() * powers.exp()
 
 
-def _some(x: Tensor, every: int | None, value: float | None) -> Tensor:
+def _some(x: Tensor, every: int | None, value: Any) -> Tensor:
     """The tensor with `value` at one place in `every`."""
     if every is None or not x.is_floating_point():
         return x
-    return torch.where((torch.arange(x.numel()) % every == 0).view(x.shape), value, x)  # type: ignore[arg-type]
+    return torch.where((torch.arange(x.numel()) % every == 0).view(x.shape), value, x)
 
 
 def _forward(function: Any, args: tuple[Any, ...]) -> Any:

@@ -276,7 +276,7 @@ def _names_what_computes(
     if function.__code__ in seen:
         return True
     seen.add(function.__code__)
-    computes = lambda value: _is_function_of_the_user(value) and _names_what_computes(value, named, holder, seen)  # noqa: E731
+    computes = lambda value: _is_function_of_the_user(value) and _names_what_computes(value, named, holder, seen)
     for name in {name for code in codes(function.__code__) for name in code.co_names}:
         value = function.__globals__.get(name)
         if name in _NOT_COMPUTED or not (_is_data(value) or computes(value)):

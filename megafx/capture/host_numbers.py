@@ -33,14 +33,12 @@ class Computed:
 
 @dataclass
 class HostNumbers:
-    """Of one trace. decisions: what a number was asked, and the answer. inputs: those that met a tensor, in order.
+    """Of one trace."""
 
-    given: a tensor for each of the first `len(given)` inputs, from a trace before.
-    """
-
+    # a tensor for each of the first `len(given)` inputs, from a trace before
     given: list[Tensor] = field(default_factory=list)
-    decisions: list[tuple[Compute, Any]] = field(default_factory=list)
-    inputs: list[Computed] = field(default_factory=list)
+    decisions: list[tuple[Compute, Any]] = field(default_factory=list)  # what a number was asked, and the answer
+    inputs: list[Computed] = field(default_factory=list)  # those that met a tensor, in order
     decides: bool = False  # a graph holds for the numbers of one call: code needs them as numbers
 
     def of(self, place: Place, value: Any) -> HostNumber:

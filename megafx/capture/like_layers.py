@@ -97,16 +97,15 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Trace:
-    """What the call of a layer has traced. read: (owner, name, value) of attributes. path: of the layer. depth: of the stack of
-    modules around its nodes. out: for each leaf of the result (node, tensor), (None, value) or the number of an argument."""
+    """What the call of a layer has traced."""
 
     call: _Call
     state: PythonState
-    read: list[tuple[Any, str, Any]]
+    read: list[tuple[Any, str, Any]]  # (owner, name, value) of attributes
     nodes: list[fx.Node]
-    path: str
-    depth: int
-    out: list[Any]
+    path: str  # of the layer
+    depth: int  # of the stack of modules around its nodes
+    out: list[Any]  # for each leaf of the result (node, tensor), (None, value) or the number of an argument
     out_spec: pytree.TreeSpec
 
     def is_that_of(self, call: _Call) -> bool:

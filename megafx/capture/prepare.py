@@ -6,7 +6,7 @@ The model's parameters become fakes, caches are switched off, and some functions
 are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor in
 another thread. One thread captures at a time.
 
-Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
+Two replacements are not of a capture and are elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
 parameters work (distributed/tensor_dispatch.py).
 """
@@ -77,7 +77,7 @@ from megafx.capture.traced_nodes import made_where_it_was, with_user_line
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
-from megafx.ir.python_state import content_of, put_back, unchanged
+from megafx.ir.python_state import ABSENT, content_of, put_back, unchanged
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
@@ -91,7 +91,6 @@ _TRACEABLE_ATTENTION = ("eager", "sdpa")
 # One thread traces at a time, models and patterns: what is replaced is seen by all, and torch has one stack of modes for all
 # threads below autograd (torch._ops._ModeStackStateForPreDispatch).
 _LOCK: Any = threading.RLock()
-_ABSENT = object()
 
 
 @contextlib.contextmanager
@@ -139,7 +138,7 @@ class Replacement(NamedTuple):
         """The value there: the very object, not what the class's protocol makes of it."""
         if isinstance(self.owner, FunctionType):
             return getattr(self.owner, self.name)
-        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _ABSENT)
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, ABSENT)
 
 
 def replacements(
@@ -178,7 +177,7 @@ def replacements(
     table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]
 
     why = "the hooks of checkpointing cannot be traced: what is computed inside is marked, for the graph to compute it again"
-    new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)  # noqa: E731
+    new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)
     table += [Replacement(checkpoint, GENERATOR, new, why)]
 
     why = "`x.data` of a traced tensor leaves no trace: it is x.detach(), and what is assigned to it is written there"
@@ -439,7 +438,7 @@ def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeT
 
 
 def _here_alone(line: Replacement) -> Any:
-    """What is to stand there: what `line.new` makes, for this thread; for others what stood there before."""
+    """The replacement: for this thread the function that `line.new` makes, for others the one that was there before."""
     old = line.owner.get(line.name) if isinstance(line.owner, dict) else getattr(line.owner, line.name, None)
     new, thread = line.new(old), threading.get_ident()
     if isinstance(line.owner, nn.Module) or not callable(old):
@@ -475,8 +474,8 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
         finally:
             for line, before in reversed(done):
                 if isinstance(line.owner, dict):
-                    line.owner.pop(line.name) if before is _ABSENT else line.owner.update({line.name: before})
-                elif before is _ABSENT:
+                    line.owner.pop(line.name) if before is ABSENT else line.owner.update({line.name: before})
+                elif before is ABSENT:
                     delattr(line.owner, line.name)
                 else:
                     setattr(line.owner, line.name, before)

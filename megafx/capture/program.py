@@ -99,8 +99,7 @@ def name_inputs(
                 continue
             kept[first] = node
             node._rename(f"{'p' if spec.kind is InputKind.PARAMETER else 'b'}_{first.replace('.', '_')}")
-            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
-            inputs.append(Input(kind, first, tuple(others)))  # type: ignore[arg-type]
+            inputs.append(Input("param" if spec.kind is InputKind.PARAMETER else "buffer", first, tuple(others)))
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             name = spec.target or spec.arg.name
             if isinstance(exported.constants[name], FakeTensor):  # of `grad` that a model has bound before

@@ -373,7 +373,7 @@ class Reads:
         self.names[id(value)] = name
         self.alive.append(value)
 
-    def _follow(self, cls: type) -> None:
+    def _follow(self, cls: Any) -> None:
         """Note reads of the instances of a class of the user."""
         # rates of optimizers and schedules change
         known = _of_library(cls) and not cls.__module__.startswith("torch.optim")
@@ -381,8 +381,8 @@ class Reads:
             return
         old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
         try:
-            cls.__getattribute__ = self.getattribute(cls.__getattribute__)  # type: ignore[method-assign]
-            cls.__setattr__ = self.setattribute(cls.__setattr__)  # type: ignore[method-assign]
+            cls.__getattribute__ = self.getattribute(cls.__getattribute__)
+            cls.__setattr__ = self.setattribute(cls.__setattr__)
         except TypeError:  # of an extension: compared by identity alone
             return
         self.patched[cls] = old

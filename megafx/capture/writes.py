@@ -53,19 +53,15 @@ from megafx.ir.source_lines import current_user_line, is_user_file
 
 @dataclass(eq=False)
 class Write:
-    """Something that forward left at a place. leaves: of its value; None represents what leaves the graph (a tensor, or a
-    number of its data), a function a host number.
-
-    grows: the value is a list of items that forward appended. refills: the list was cleared before. records: there are
-    objects of the user's classes in it (caches.Record), made anew in each call.
-    """
+    """Something that forward left at a place."""
 
     place: Place
     spec: pytree.TreeSpec
+    # of its value; None represents what leaves the graph (a tensor, or a number of its data), a function a host number
     leaves: list[Any]
-    grows: bool = False
-    refills: bool = False
-    records: bool = False
+    grows: bool = False  # the value is a list of items that forward appended
+    refills: bool = False  # the list was cleared before
+    records: bool = False  # there are objects of the user's classes in it (caches.Record), made anew in each call
 
     def values(self, left: list[Any]) -> Any:
         """The value, from what left the graph in a call."""

@@ -112,7 +112,7 @@ def _check_objects(content: Content) -> None:
     for part, kind in _KINDS.items():
         _ask(type(data[part]) is kind, f"'{part}' is a {type(data[part]).__name__}")
     for alias, name in data["aliases"].items():
-        _ask(f"model.{name}" in content.tensors, f"'{alias}' is said to be '{name}', which is no tensor")
+        _ask(f"model.{name}" in content.tensors, f"'{alias}' is listed as '{name}', which is no tensor")
     decode(data, content.tensors.__getitem__)
     for optimizer in data["optimizers"]:
         names = [name for group in optimizer["groups"] for name in group["names"]]

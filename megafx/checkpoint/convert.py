@@ -86,7 +86,7 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
         about = tensors_there(source)
         wanted = about if model is None else [n for t in stored_tensors(model) for n in t.names]
         names = {n: n for n in about} if model is None else names_there(about, wanted)
-        reader = lambda name: TorchReader(source, {name})  # noqa: E731
+        reader = lambda name: TorchReader(source, {name})
     else:
         if (path := latest_checkpoint(source)) is None:
             found = f"there is no valid checkpoint in '{source}'"
@@ -95,7 +95,7 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
         about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
         names = {n.removeprefix("model."): n for n in about}
         names |= {alias: f"model.{name}" for alias, name in content.objects["aliases"].items()}
-        reader = lambda name: FolderReader(path, content)  # noqa: E731
+        reader = lambda name: FolderReader(path, content)
 
     def read(there: str) -> torch.Tensor:
         shape, dtype = about[there]

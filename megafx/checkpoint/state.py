@@ -294,7 +294,7 @@ def decode(data: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     """Inverse of `encode`; tensor: name -> the tensor, or what replaces it."""
     if depth > DEEPEST + 2:  # 'extra' and the list of optimizers hold what was encoded
         raise CheckpointError(f"a checkpoint holds data that are more than {DEEPEST} lists and dicts deep")
-    inner = lambda v: decode(v, tensor, depth + 1)  # noqa: E731
+    inner = lambda v: decode(v, tensor, depth + 1)
     if isinstance(data, list):
         return [*map(inner, data)]
     if not isinstance(data, dict):

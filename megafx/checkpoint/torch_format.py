@@ -68,7 +68,7 @@ class _Unpickler(pickle._Unpickler):
         made: Any = self.stack[-2]  # type: ignore[attr-defined]  # below its attributes
         if type(made).__module__ not in _WITH_ATTRIBUTES or isinstance(made, Enum):
             raise _more_than_metadata(f"sets attributes of {str(made)[:80]}")
-        super().load_build()  # type: ignore[misc]
+        super().load_build()  # type: ignore[misc]  # as above
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -325,9 +325,9 @@ def relative_error(a: Tensor, b: Tensor, floor: float | None = None) -> float:
 
 @dataclass
 class Logical:
-    """What the ranks computed together, in the model's own terms. outputs, gradients, mutations: by name."""
+    """What the ranks computed together, in the model's own terms."""
 
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # outputs, gradients, mutations: by name
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     mutations: dict[str, Tensor] = field(default_factory=dict)
 
@@ -565,11 +565,11 @@ def _of_tensor_ranks(
         if spec.kind == "gradient" and spec.name in skipped:
             continue
         locals_ = [r[i] for r in results]
+        into: dict[str, Any] = logical.gradients
         if spec.kind == "gradient":
-            what, into = "the gradient of", logical.gradients
-            placement = dual(placements.get(spec.name, I))
+            what, placement = "the gradient of", dual(placements.get(spec.name, I))
         else:
-            what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations  # type: ignore[assignment]
+            what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations
             placement = _result_placement(program, spec.name) if spec.kind == "user" else I
             placement = at_run_time(program, placement, inputs)
         if isinstance(locals_[0], Tensor):

@@ -79,8 +79,8 @@ class _Checker:
         self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
         self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
-        same = lambda node, dim: R in self.facts.get(node, (R,)) and is_uniform(node, dim, program.sizes)  # noqa: E731
-        count = lambda node: t * program.sizes.shape(node.meta[VAL])[0]  # noqa: E731
+        same = lambda node, dim: R in self.facts.get(node, (R,)) and is_uniform(node, dim, program.sizes)
+        count = lambda node: t * program.sizes.shape(node.meta[VAL])[0]
         self.selected = SelectedRows(t, lambda node: self.facts.get(node, (R,)), self._whole, count, same)
         self.statistics: dict[fx.Node, dict[str, Any]] = {}  # of one rank -> what they are of: the op's arguments
 
@@ -285,8 +285,7 @@ def _check_transition(checker: _Checker, node: fx.Node) -> None:
 def _operands(node: fx.Node) -> dict[str, Any]:
     """Tensor operands by name, and the layout; what only detaches a value is left out."""
     found: dict[str, Any] = {}
-    target = node.target
-    for given, value in zip(target._schema.arguments, node.args, strict=True):
+    for given, value in zip(node.target._schema.arguments, node.args, strict=True):
         while isinstance(value, fx.Node) and str(value.target) in SAME[1:]:
             value = value.args[0]
         if "Tensor" in str(given.type) or given.name == "layout":

@@ -10,7 +10,6 @@ files (capture/reads.py).
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from types import CodeType
@@ -27,15 +26,14 @@ from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.nodes import aten_ops
+from megafx.ir.nodes import NUMBERS
 from megafx.ir.program import VAL, Note, Program
 from megafx.ops.eager_call import matching
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
+from megafx.planner.plan import INDEX
 from megafx.units import bytes_text
 
 LARGE = 0.1  # a share of the parameters from which a warning says so
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the path of a module
-_NUMBERS = aten_ops("item _local_scalar_dense")
 
 
 class Uncaptured:
@@ -114,15 +112,15 @@ class Uncaptured:
         if name in matching(self.model, self.config.eager_modules) or f"{part}.".startswith(f"{name}."):
             return False
         error.__traceback__ = error.__context__ = None  # it holds all that was traced
-        numbered, kind = _NUMBER.sub(".*", name), type(self.model.get_submodule(name))
+        numbered, kind = INDEX.sub(".*", name), type(self.model.get_submodule(name))
         for other, module in self.model.named_modules():  # the same line of other layers
-            if type(module) is kind and _NUMBER.sub(".*", other) == numbered:
+            if type(module) is kind and INDEX.sub(".*", other) == numbered:
                 self.reasons.setdefault(other, error)
         return True
 
     def _share(self, names: Iterable[str]) -> float:
         """Of the model's parameters."""
-        numel = lambda modules: sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())  # noqa: E731
+        numel = lambda modules: sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())
         return numel(map(self.model.get_submodule, names)) / max(numel([self.model]), 1)
 
     def _warn(self, names: Sequence[str]) -> None:
@@ -175,7 +173,7 @@ def _refuse_what_canonicalize_does(program: Program) -> None:
         )
 
     for node in program.graph.nodes:
-        if node.target in _NUMBERS or any(map(by_data, pytree.tree_leaves(node.meta.get(VAL)))):
+        if node.target in NUMBERS or any(map(by_data, pytree.tree_leaves(node.meta.get(VAL)))):
             canonicalize_program(program.copy())
             return
 

@@ -70,15 +70,11 @@ class Total:
 
 @dataclass(frozen=True)
 class Whole:
-    """A training call of the whole model, of one micro-batch's rows.
-
-    rows: name of an input that is cut -> its dim of rows. totals: in the order in which they are computed; the i-th is the user
-    input `total[i]`.
-    """
+    """A training call of the whole model, of one micro-batch's rows."""
 
     program: Program
-    rows: Mapping[str, int]
-    totals: Sequence[Total] = ()
+    rows: Mapping[str, int]  # name of an input that is cut -> its dim of rows
+    totals: Sequence[Total] = ()  # in the order in which they are computed; the i-th is the user input `total[i]`
 
 
 @dataclass(frozen=True)
@@ -92,17 +88,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage's program. takes: keyword of its call -> name of an input of the whole call, or of a value of an earlier stage.
-
-    receives, sends: what crosses the cuts before and after it, in order; made: those of `sends` that the program returns, in
-    order.
-    """
+    """One stage's program."""
 
     program: Program
+    # keyword of its call -> name of an input of the whole call, or of a value of an earlier stage
     takes: Mapping[str, str]
-    receives: tuple[Crossing, ...]
+    receives: tuple[Crossing, ...]  # receives, sends: what crosses the cuts before and after it, in order
     sends: tuple[Crossing, ...]
-    made: tuple[str, ...]
+    made: tuple[str, ...]  # those of `sends` that the program returns, in order
 
 
 # -- one micro-batch of the whole
@@ -353,7 +346,7 @@ class _Slice:
     ) -> StageGraph:
         program, inputs = self.program, dict(self.program.input_nodes())
         results = [*own, *(node for node, _ in ends)]
-        received = lambda n: self.place.get(n, self.stage) < self.stage  # noqa: E731
+        received = lambda n: self.place.get(n, self.stage) < self.stage
         wanted = ancestors(results, received)
         sizes = self._sized(wanted, inputs)
         wanted |= sizes
@@ -404,7 +397,7 @@ class _Slice:
         known = self.program.batch
         if known is None:
             return None
-        held = lambda n, axis, other: n.meta.get(HELD, {}).get(axis, other)  # noqa: E731
+        held = lambda n, axis, other: n.meta.get(HELD, {}).get(axis, other)
         inputs = {f"kwargs[{k}]": n for n, k in keywords.items()}
         kinds: dict[str, Placement] = {name: held(n, BATCH_AXIS, R) for name, n in inputs.items()}
         return replace(

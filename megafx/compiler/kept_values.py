@@ -167,5 +167,5 @@ class Gathered:
 
     def __call__(self, inputs: Sequence[Any]) -> Tensor:
         shards = [inputs[i] for i in self.indices]
-        make = lambda: [self.kept.gather(shards, self.ranks, self.axis)]  # noqa: E731
+        make = lambda: [self.kept.gather(shards, self.ranks, self.axis)]
         return self.kept.values((self.names, self.axis), frozenset(self.names), make, stays=False)[0]

@@ -106,7 +106,7 @@ def check_types(program: Program, planner: Planner) -> int:
     except PlacementError as error:
         if current().check or planner.config.passes:
             raise
-        # It reads local shapes, which can be ambiguous: a refusal is no proof, and is said instead of stopping the user.
+        # It reads local shapes, which can be ambiguous: a refusal is no proof: it is a note, and does not stop the user.
         what = f"the type checker cannot confirm this graph: {error.found}; megafx.verify compares it with eager"
         program.notes.append(Note("types", what, error.module or "", error.source))
     return 0

@@ -177,21 +177,17 @@ class Slot:
 
 @dataclass(eq=False)
 class Pending:
-    """A gather or a reduce-scatter under way. value: its result, once finished.
+    """A gather or a reduce-scatter under way."""
 
-    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own; of: the same by rank. copies: what
-    was started, by rank: of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that
-    copies read. mine: of a gather, this rank's rows in its slot.
-    """
-
-    parts: Tensor
-    of: Sequence[Tensor]
+    parts: Tensor  # [ranks, rows, ...], in this rank's slot but for gathers to memory of their own
+    of: Sequence[Tensor]  # the same by rank
     scatters: bool
     shape: Sequence[int]
+    # what was started, by rank: of a gather that rank's rows, of a reduce-scatter the rows that leave for it
     copies: dict[int, Any] = field(default_factory=dict)
-    held: list[Tensor] = field(default_factory=list)
-    mine: Tensor | None = None
-    value: Tensor | None = None
+    held: list[Tensor] = field(default_factory=list)  # memory that copies read
+    mine: Tensor | None = None  # of a gather, this rank's rows in its slot
+    value: Tensor | None = None  # its result, once finished
 
 
 class Exchange:

@@ -1,6 +1,6 @@
 """Parameters that users keep from before `parallelize`, in lists, optimizers, closures: the model has others in their place.
 
-Each becomes a stand-in: what is read from it, set on it or computed with it is of the parameter in its place.
+Each becomes a stand-in: reads, writes and computations on it go to the parameter in its place.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _KeptParameter(Kept, nn.Parameter):
     """Of a plain parameter."""
 
 
-class _KeptWhole(Kept, WholeParameter):  # type: ignore[misc]  # of two ways to call functions, the first counts
+class _KeptWhole(Kept, WholeParameter):
     """Of a parameter that `whole_parameters` has left whole."""
 
 

@@ -45,27 +45,21 @@ from megafx.placements.data_axis import (
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where this rank is.
+    """Where this rank is."""
 
-    tensor: 1-d, of the tensor-parallel axis; None for one rank without a process group. data: None for one data-parallel
-    and one context-parallel rank. axes: this rank on each of their axes. batch, everyone: groups of these ranks and of all;
-    rows: of data-parallel ranks alone.
-    calls: the ranks that are given the same calls, where these are more than the tensor-parallel ones.
-    shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other. experts: 1-d,
-    of the ranks that hold one copy of experts, those that share them out next to each other; experts_tensor: the same with
-    their tensor-parallel ranks, next to each other.
-    """
-
-    tensor: DeviceMesh | None
-    data: DataAxis | None = None
-    axes: dict[str, AxisContext] = field(default_factory=dict)
-    batch: dist.ProcessGroup | None = None
-    rows: dist.ProcessGroup | None = None
+    tensor: DeviceMesh | None  # 1-d, of the tensor-parallel axis; None for one rank without a process group
+    data: DataAxis | None = None  # None for one data-parallel and one context-parallel rank
+    axes: dict[str, AxisContext] = field(default_factory=dict)  # this rank on each of their axes
+    batch: dist.ProcessGroup | None = None  # batch, everyone: groups of these ranks and of all
+    rows: dist.ProcessGroup | None = None  # of data-parallel ranks alone
     everyone: dist.ProcessGroup | None = None
+    # the ranks that are given the same calls, where these are more than the tensor-parallel ones
     calls: dist.ProcessGroup | None = None
+    # 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other
     shards: DeviceMesh | None = None
+    # 1-d, of the ranks that hold one copy of experts, those that share them out next to each other
     experts: DeviceMesh | None = None
-    experts_tensor: DeviceMesh | None = None
+    experts_tensor: DeviceMesh | None = None  # the same with their tensor-parallel ranks, next to each other
 
 
 def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Meshes:

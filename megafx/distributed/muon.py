@@ -29,7 +29,7 @@ from megafx.placements.types import Nested, Owned, Placement
 try:
     from torch.optim import _muon as torch_muon
 except ImportError:  # before torch 2.9
-    torch_muon = None  # type: ignore[assignment]
+    torch_muon = None  # type: ignore[assignment]  # there is no such module
 
 
 @cache

@@ -17,17 +17,17 @@ from torch.utils._foreach_utils import _foreach_supported_types
 
 from megafx.distributed.saved_shards import saved
 from megafx.distributed.tensor_dispatch import DispatchedTensor
-from megafx.distributed.tensor_layout import is_permuted, placement_of, shard_of, spec_of
+from megafx.distributed.tensor_layout import is_permuted, new_shard, placement_of, shard_of, spec_of
 from megafx.distributed.tensor_whole import NAME, Whole, Wholes
 from megafx.errors import UsageError
 from megafx.placements.slices import ShardSlice, shard_slices
 
-_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
+_data: Any = torch.Tensor.data  # a descriptor of C
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> TPTensor:
     """Local tensor -> TPTensor without gradient; `spec` from `make_spec`, for the same dtype."""
-    return _new(TPTensor, local, spec, requires_grad=False)  # type: ignore[return-value]
+    return new_shard(TPTensor, local, spec, requires_grad=False)
 
 
 class TPTensor(DispatchedTensor):
@@ -47,20 +47,20 @@ class TPTensor(DispatchedTensor):
         return saved(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __copy__(self) -> TPTensor:
-        copy = wrap(self._local_tensor, self._spec).requires_grad_(self.requires_grad)
+        copy: Any = wrap(self._local_tensor, self._spec).requires_grad_(self.requires_grad)
         vars(copy).update(vars(self))
-        return copy  # type: ignore[return-value]  # requires_grad_ is annotated Tensor
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
         """As torch's: a parameter's copy has no gradient, another leaf's has a copy of it."""
         if id(self) not in memo:
-            copy = wrap(self._local_tensor.clone(), self._spec).requires_grad_(self.requires_grad)
+            copy: Any = wrap(self._local_tensor.clone(), self._spec).requires_grad_(self.requires_grad)
             vars(copy).update(vars(self))
             memo[id(self)] = copy
             if self.is_leaf and self.grad is not None:
                 copy.grad_dtype = self.grad_dtype
                 if isinstance(self, torch.nn.Parameter):
-                    return copy  # type: ignore[return-value]
+                    return copy
                 copy.grad = self.grad.__deepcopy__(memo)
         return cast(TPTensor, memo[id(self)])
 
@@ -68,7 +68,7 @@ class TPTensor(DispatchedTensor):
     def data(self) -> torch.Tensor:
         """As Tensor.data: the same shard without autograd. It can be set to a tensor of the same shape: of a whole one, this
         rank's part is taken (which is a copy where it is cut), and of another sharded one its shard, which is then shared."""
-        return cast(torch.Tensor, torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class TPTensor(DispatchedTensor):
         else:
             local = shard_of(Wholes()(value), self._spec)
         spec = spec_of(self._spec, value.dtype)
-        torch.Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
+        _data.__set__(self, wrap(local, spec))
         self._local_tensor, self._spec = local, spec
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -145,7 +145,7 @@ class _Slots(torch.Tensor):
 class WholeParameter(_Slots):
     """What a TPTensor is inside of `megafx.whole_parameters`: a plain parameter."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -155,7 +155,7 @@ class WholeParameter(_Slots):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares no name
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 

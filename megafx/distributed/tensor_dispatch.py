@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor_elementwise import is_elementwise, on_locals, write_masked
-from megafx.distributed.tensor_layout import has_replicas
+from megafx.distributed.tensor_layout import has_replicas, new_shard
 from megafx.distributed.tensor_random import draw, is_random
 from megafx.distributed.tensor_reductions import reduced
 from megafx.distributed.tensor_whole import (
@@ -40,7 +40,6 @@ from megafx.distributed.tensor_whole import (
 )
 
 aten = torch.ops.aten
-_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 
 
 class Values:
@@ -60,9 +59,11 @@ class DispatchedTensor(Values, DTensor):
     """The part of `TPTensor` that operations go through."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of C
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is aten.detach.default:
-            return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
+            return new_shard(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
         adds = func is aten.add_.Tensor and not kwargs and type(args[0]) is type(args[1])
         if adds and args[0]._spec is args[1]._spec:
             args[0]._local_tensor.add_(args[1]._local_tensor)  # gradient accumulation
@@ -74,10 +75,12 @@ class DispatchedTensor(Values, DTensor):
 class ShardView(Values, LazyView):
     """A view of a sharded tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of C
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
     def full_tensor(self) -> torch.Tensor:
@@ -85,7 +88,7 @@ class ShardView(Values, LazyView):
         made: torch.Tensor = Whole.apply(self)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares no name
         return repr(self.full_tensor())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -150,7 +153,7 @@ def _meets_rows(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _averaged_operands(args: Any, ours: DTensor) -> Any:
     """Plain ones of the same shape, and numbers."""
-    plain = lambda x: isinstance(x, torch.Tensor) and not isinstance(x, (DTensor, LazyView))  # noqa: E731
+    plain = lambda x: isinstance(x, torch.Tensor) and not isinstance(x, (DTensor, LazyView))
     return tuple(averaged(x, ours._spec) if plain(x) and x.shape in ((), ours.shape) else x for x in args)
 
 
@@ -275,7 +278,8 @@ def _aten_ops() -> Iterator[Any]:
 
 
 if not SUBCLASS_DISPATCH:
-    DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
-    ShardView.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
+    classes: Any = (DispatchedTensor, ShardView)
+    for one in classes:
+        one.__torch_function__ = classmethod(_through_mode)
     _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     _handlers.update({op: _handle for op in _aten_ops() if op not in _handlers})

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafx.distributed.tensor_layout import is_permuted, shard_of, spec_of, zero_pads
+from megafx.distributed.tensor_layout import is_permuted, new_shard, shard_of, spec_of, zero_pads
 from megafx.distributed.tensor_whole import LazyView, Wholes, op_name, written
-
-_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 
 _COPIES = ("alias", "clone", "copy_", "zero_", "zeros_like", "_to_copy", "lerp", "lerp_")
 FUSED = tuple(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
@@ -145,4 +143,4 @@ def _rewrap(out: Any, like: Any, name: str, sources: dict[int, Any]) -> Any:
         zero_pads(out, like._spec)
     if id(out) in sources:
         return sources[id(out)]
-    return _new(type(like), out, spec_of(like._spec, out.dtype), requires_grad=False)
+    return new_shard(type(like), out, spec_of(like._spec, out.dtype), requires_grad=False)

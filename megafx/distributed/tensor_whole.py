@@ -15,24 +15,21 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.tensor_layout import everyone_on, has_replicas, shard_of, spec_of, whole_of
+from megafx.distributed.tensor_layout import everyone_on, has_replicas, new_shard, shard_of, spec_of, whole_of
 from megafx.errors import UsageError
 
-_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 Call = Callable[[Any, list[Any], dict[str, Any]], Any]
 NAME = "_megafx_name"  # attribute of a parameter: its FQN, for errors
 
 
 class LazyView(torch.Tensor):
     """A view of a sharded tensor, such as `w[0]` or `w.t()`: which tensor, and the views to take of its whole value.
+    Using it gives plain tensors; writing it writes the shards."""
 
-    base: the sharded tensor. steps: (op, its further arguments, options, index among its results). form: the view of a meta
-    tensor. Using it gives plain tensors; writing it writes the shards.
-    """
-
-    base: DTensor
+    base: DTensor  # the sharded tensor
+    # (op, its further arguments, options, index among its results)
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any], int | None], ...]
-    form: torch.Tensor
+    form: torch.Tensor  # the view of a meta tensor
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """The view of the whole value of `base`."""
@@ -159,7 +156,7 @@ def view(kind: type[LazyView], func: Any, args: Any, kwargs: Any) -> Any:
     form = x.form if isinstance(x, LazyView) else torch.empty(x.shape, dtype=x.dtype, device="meta")
     out = func(form, *args[1:], **kwargs)
     if base is x and isinstance(out, torch.Tensor) and op_name(func) in _SAME_ORDER and out.shape == x.shape:
-        return _new(type(x), x._local_tensor, x._spec, requires_grad=False)
+        return new_shard(type(x), x._local_tensor, x._spec, requires_grad=False)
 
     def make(form: torch.Tensor, index: int | None) -> LazyView:
         made = torch.Tensor._make_wrapper_subclass(
@@ -224,7 +221,7 @@ class Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, spec: DTensorSpec, kind: type[DTensor]) -> DTensor:
         ctx.set_materialize_grads(False)
-        return _new(kind, shard_of(whole.detach(), spec), spec_of(spec, whole.dtype), requires_grad=False)
+        return new_shard(kind, shard_of(whole.detach(), spec), spec_of(spec, whole.dtype), requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:

@@ -87,7 +87,7 @@ def gather_once(accelerator: Any, t: int) -> None:
 
     def gather(tensor: Any) -> Any:
         # [ranks * n, ...], ranks one after another and groups of t side by side -> [ranks / t * n, ...]
-        once = lambda rows: rows.unflatten(0, (accelerator.num_processes, -1))[::t].flatten(0, 1)  # noqa: E731
+        once = lambda rows: rows.unflatten(0, (accelerator.num_processes, -1))[::t].flatten(0, 1)
         return recursively_apply(once, everyone(tensor))
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:

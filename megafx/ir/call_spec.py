@@ -23,20 +23,16 @@ from megafx.ir.python_state import PythonState, names, same
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
-
-    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`. asked: (question in `ANSWERS`, answer) of what
-    forward asked. same: the place of an earlier leaf that is the same tensor, None where none is.
-    """
+    """One leaf of (args, kwargs, loss_inputs)."""
 
     name: str
     tensor: bool
     dtype: torch.dtype | None = None
-    dims: tuple[sympy.Expr, ...] = ()
-    scalar: bool = False
-    value: Any = None
-    asked: tuple[tuple[str, Any], ...] = ()
-    same: int | None = None
+    dims: tuple[sympy.Expr, ...] = ()  # the size or symbol of each dim of a tensor
+    scalar: bool = False  # a Python number that enters the graph as a 0-d tensor of `dtype`
+    value: Any = None  # a baked constant
+    asked: tuple[tuple[str, Any], ...] = ()  # (question in `ANSWERS`, answer) of what forward asked
+    same: int | None = None  # the place of an earlier leaf that is the same tensor, None where none is
 
 
 def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
@@ -160,14 +156,7 @@ def differentiable_inputs(
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for.
-
-    decided: what the model's code asked of sizes, as conditions; for sizes of 0 and 1 they count too. names: of dims. parts:
-    number of ranks over which a size is cut; the model's code sees the whole. listing: of the captured graph. proven: sizes of
-    0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call.
-    state: the Python state that it is valid for. Values of that which are inputs of the graph are the last leaves.
-    written: names of the inputs that forward writes into.
-    """
+    """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for."""
 
     in_spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
@@ -175,12 +164,16 @@ class CallSpec:
     out_leaves: tuple[OutputLeaf, ...]
     ranges: dict[sympy.Symbol, tuple[int, int]] = field(default_factory=dict)
     conditions: tuple[sympy.Basic, ...] = ()
+    # what the model's code asked of sizes, as conditions; for sizes of 0 and 1 they count too
     decided: tuple[sympy.Basic, ...] = ()
-    names: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    names: Mapping[sympy.Symbol, str] = field(default_factory=dict)  # of dims
+    # number of ranks over which a size is cut; the model's code sees the whole
     parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    written: tuple[str, ...] = ()
-    listing: Any = field(default=None, compare=False, repr=False)
+    written: tuple[str, ...] = ()  # names of the inputs that forward writes into
+    listing: Any = field(default=None, compare=False, repr=False)  # of the captured graph
+    # sizes of 0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call
     proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
+    # the Python state that it is valid for. Values of that which are inputs of the graph are the last leaves
     state: PythonState = field(default_factory=PythonState, compare=False, repr=False)
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
@@ -340,7 +333,7 @@ def violated(
     """
     least_2 = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
     sizes = {symbol: sympy.Integer(size) for symbol, size in bound.items()}
-    exact = lambda c: c.is_Equality or c in decided  # noqa: E731
+    exact = lambda c: c.is_Equality or c in decided
     return next((c for c in conditions if _at(c, sizes if exact(c) else least_2) == sympy.false), None)
 
 

@@ -213,7 +213,7 @@ class DataShapeEnv(ShapeEnv):
             return sympy.true if answer else sympy.false
 
     def _in_one(self, relation: sympy.Basic) -> sympy.Basic:
-        """In the sizes that stand for equal ones; as it is where it is what makes a size a number, and so has to be checked."""
+        """With one size for all equal ones; unchanged where it makes a size a number, and so must be checked."""
         replaced = super().replace(relation)
         return replaced if replaced.free_symbols else relation
 

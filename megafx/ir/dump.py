@@ -241,7 +241,7 @@ def diff_folders(before: str | Path, after: str | Path) -> str:
 def readable(program: Program, fqn: str = "", *, t: int | None = None) -> str:
     """The part of a program under one module path ('' is all of it), as readable Python.
 
-    Each line has its value's shape and placement and the passes that made it; the user's lines stand above their nodes.
+    Each line has its value's shape and placement and the passes that made it; the user's lines are above their nodes.
     """
     prefix = f"{fqn}." if fqn else ""
     calls = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]

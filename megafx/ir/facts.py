@@ -12,7 +12,7 @@
 | types               | rules/inference.py, checks: what ranks hold of the result, where a rule cannot say    |
 | experts             | planner/overrides.py, report.py: the factor that counts experts                       |
 | inplace             | passes/lower/reuse_buffers.py: the form that writes over an operand                   |
-| recompute           | passes/backward/recompute_activations.py: the op whose result a gradient makes again  |
+| recompute           | passes/backward/recompute_activations.py: the op whose result a gradient recomputes   |
 | workspace           | analysis/memory.py: memory that the op takes while it runs                            |
 | largest             | passes/lower/fuse_maxima.py: results of which kernels leave the largest magnitude     |
 

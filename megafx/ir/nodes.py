@@ -31,8 +31,10 @@ def aten_ops(names: str) -> frozenset[Any]:
 RESHAPES = aten_ops("view _unsafe_view reshape")
 COPIES = aten_ops("clone contiguous alias")
 CASTS = aten_ops("to.dtype _to_copy")
+PASS_ON = COPIES | CASTS | aten_ops("detach")  # what it gives are its operand's values, rounded where a cast does that
 # Ops that read dtype, device and perhaps sizes of their operand, no data.
 SHAPED = aten_ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided")
+NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
 MASKS = (torch.bool, torch.uint8)  # dtypes of indices that select where they are not 0
 # Checks of a value that the program does not need.
 ASSERTS = {torch._check}.union(

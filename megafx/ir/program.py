@@ -75,23 +75,19 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
-
-    placement: that of the value as it leaves, from `insert_transitions` on. The node's own may differ once lowering has dropped
-    the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs). requires_grad: whether it does in
-    eager mode, where the call was captured with gradients.
-    cache: path inside of a key-value cache that the call returns or changes ('' where it is none). written: forward leaves it
-    in a Python object (its name says where), and does not return it. An 'order' keeps calls with effects in the graph
-    (ops/eager_call.py), a 'check' those that may raise an error (kernels/lengths.py).
-    """
+    """One element of the output tuple. An 'order' keeps calls with effects in the graph (ops/eager_call.py), a 'check' those
+    that may raise an error (kernels/lengths.py)."""
 
     kind: Literal["user", "mutation", "gradient", "saved", "order", "check"]
-    name: str
+    name: str  # path of a user output; FQN of the buffer or parameter otherwise
     loss: bool = False
+    # that of the value as it leaves, from `insert_transitions` on. The node's own may differ once lowering has dropped
+    # the identity R -> I
     placement: Placement | None = None
-    lazy: bool = False
-    cache: str = ""
-    requires_grad: bool = True
+    lazy: bool = False  # it may be computed when somebody first reads it (lazy_outputs)
+    cache: str = ""  # path inside of a key-value cache that the call returns or changes ('' where it is none)
+    requires_grad: bool = True  # whether it does in eager mode, where the call was captured with gradients
+    # forward leaves it in a Python object (its name says where), and does not return it
     written: bool = False
 
 
@@ -122,74 +118,61 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Batch:
-    """How the batch is cut over the data-parallel ranks (`place_axes`).
-
-    inputs: placement on that axis of each input that is cut, by name. outputs: of each forward result: R or S. summed: the
-    gradients of the ranks are to be added, since those of the outputs are divided by their number (there is a loss in the
-    graph); else they are averaged, as are the losses that users compute, one on each rank. equal: the graph relies on batches
-    of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: gradients are those of all ranks
-    (`data_parallel` has run). context: ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and
-    leaves the graph is the same on each of them, but for gradients of parameters, of which they have summands, and for what a
-    stage of a pipeline gets and gives: context_inputs and context_outputs are their placements on that axis. experts:
-    parameters of which a rank has its experts alone, as in a plan (`hold_experts`). axes: sizes of the axes of the mesh but the
-    tensor-parallel one.
-    """
+    """How the batch is cut over the data-parallel ranks (`place_axes`)."""
 
     ranks: int
-    inputs: dict[str, Placement]
-    outputs: tuple[Placement, ...]
+    inputs: dict[str, Placement]  # placement on that axis of each input that is cut, by name
+    outputs: tuple[Placement, ...]  # of each forward result: R or S
+    # the gradients of the ranks are to be added, since those of the outputs are divided by their number (there is a loss
+    # in the graph); else they are averaged, as are the losses that users compute, one on each rank
     summed: bool
-    equal: bool
-    whole: bool = True
-    reduced: bool = False
+    equal: bool  # the graph relies on batches of equal shapes
+    whole: bool = True  # values were typed, and draws are parts of one mask
+    reduced: bool = False  # gradients are those of all ranks (`data_parallel` has run)
+    # ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and leaves the graph is the same
+    # on each of them, but for gradients of parameters, of which they have summands, and for what a stage of a pipeline
+    # gets and gives: context_inputs and context_outputs are their placements on that axis
     context: int = 1
     context_inputs: Mapping[str, Placement] = field(default_factory=dict)
     context_outputs: tuple[Placement, ...] = ()
+    # parameters of which a rank has its experts alone, as in a plan (`hold_experts`)
     experts: dict[str, int] = field(default_factory=dict)
-    axes: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)  # sizes of the axes of the mesh but the tensor-parallel one
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One thing handed from forward to backward.
-
-    index: of the program's input (from len(inputs) on: of a join), or -1. numel: structural; 0 for what is handed over by
-    reference. shared: the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and
-    backward must not.
-    """
+    """One thing handed from forward to backward."""
 
     kind: Literal["input", "size", "value"]
-    index: int
+    index: int  # of the program's input (from len(inputs) on: of a join), or -1
     name: str
     fqn: str
     source: SourceLine | None
-    numel: int
+    numel: int  # structural; 0 for what is handed over by reference
     itemsize: int
+    # the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and backward must
+    # not
     shared: bool
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What `choose_kept` decided, for one rank at the workload.
+    """What `choose_kept` decided, for one rank at the workload."""
 
-    without: bytes that would be kept if nothing were recomputed; kept: bytes that are. promise: the bytes that a budget allows.
-    seconds: modelled time of what backward recomputes. offloaded: bytes that wait on the host. at: if the promise holds for
-    calls of any sizes: the bytes kept, as an expression in those sizes.
-    """
-
-    without: int
-    kept: int
-    promise: int | None
-    seconds: float
-    at: Any = None
-    offloaded: int = 0
+    without: int  # bytes that would be kept if nothing were recomputed
+    kept: int  # bytes that are
+    promise: int | None  # the bytes that a budget allows
+    seconds: float  # modelled time of what backward recomputes
+    at: Any = None  # if the promise holds for calls of any sizes: the bytes kept, as an expression in those sizes
+    offloaded: int = 0  # bytes that wait on the host
 
     def holds(self, sizes: Mapping[Any, int]) -> bool:
         """Whether a call of these sizes keeps no more than what is promised."""
         return self.promise is None or self.at is None or int(self.at.xreplace(sizes)) <= self.promise
 
     def __str__(self) -> str:
-        text = f"{mib_text(self.kept)} of {mib_text(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        text = f"{mib_text(self.kept)} of {mib_text(self.without)}, the rest recomputed in {1e6 * self.seconds:.0f} us"
         if self.offloaded:
             text = f"{text}, {mib_text(self.offloaded)} of it on the host"
         return text if self.promise is None else f"{text} (budget {mib_text(self.promise)})"
@@ -200,14 +183,13 @@ Source = str | tuple[str, int]  # an output, or a tensor that a call of an eager
 
 @dataclass(frozen=True)
 class Reached:
-    """Where gradients of a graph can come from (analysis/reached.py).
+    """Where gradients of a graph can come from (analysis/reached.py)."""
 
-    inputs: name of a parameter or user input -> all that its gradient can come from. results: key of a call of an eager
-    module -> the same for each of its results. outputs: name of an output -> the others that depend on it.
-    """
-
+    # name of a parameter or user input -> all that its gradient can come from
     inputs: Mapping[str, tuple[Source, ...]]
+    # key of a call of an eager module -> the same for each of its results
     results: Mapping[str, tuple[tuple[Source, ...], ...]]
+    # name of an output -> the others that depend on it
     outputs: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
 
 
@@ -366,13 +348,13 @@ def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
     return found
 
 
-def set_at(node: fx.Node, path: tuple[Any, ...], value: fx.Node) -> None:
+def set_at(node: fx.Node, path: tuple[Any, ...], value: Any) -> None:
     """Replace the argument of `node` at `path`."""
     first, *rest = path
     if rest:
         items = list(get_at(node, (first,)))
         items[rest[0]] = value
-        value = items  # type: ignore[assignment]
+        value = items
     if isinstance(first, str):
         node.update_kwarg(first, value)
     else:

@@ -58,16 +58,15 @@ VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
 class Place:
     """Where a value is: item `key` of a dict or list, or attribute `key` of another object.
 
-    The attributes of an instance are items of its `__dict__`, and a container is read past what its class overrides, so that a
-    check runs no code of the user. name: for messages, as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'.
-    line: where forward reads it. within: the holder is what that place holds at the time.
+    The attributes of an instance are items of its `__dict__`, and a container is read past what its class overrides, so
+    that a check runs no code of the user.
     """
 
     holder: Any
     key: Any
-    name: str
-    line: SourceLine | None = None
-    within: Place | None = None
+    name: str  # for messages, as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'
+    line: SourceLine | None = None  # where forward reads it
+    within: Place | None = None  # the holder is what that place holds at the time
 
     def part(self, key: Any) -> Place:
         """The place of one part of the container that is here."""
@@ -351,19 +350,16 @@ class Writable(Protocol):
 
 @dataclass
 class PythonState:
-    """What a graph read at capture (guards: each place and a snapshot), and where its state inputs are read at each call.
-
-    inputs: by name; their values are leaves of the call. writes: what forward leaves behind, by name. decisions: each a
-    computation with numbers that forward writes, and its outcome. latest: how many hooks had run when forward last read the
-    attribute of that name. counters: where these numbers are.
-    """
+    """What a graph read at capture (guards: each place and a snapshot), and where its state inputs are read at each call."""
 
     guards: list[tuple[Place, Any]] = field(default_factory=list)
-    inputs: Mapping[str, Readable] = field(default_factory=dict)
-    writes: Mapping[str, Writable] = field(default_factory=dict)
+    inputs: Mapping[str, Readable] = field(default_factory=dict)  # by name; their values are leaves of the call
+    writes: Mapping[str, Writable] = field(default_factory=dict)  # what forward leaves behind, by name
+    # each a computation with numbers that forward writes, and its outcome
     decisions: Sequence[tuple[Callable[[], Any], Any]] = ()
+    # how many hooks had run when forward last read the attribute of that name
     latest: Mapping[str, int] = field(default_factory=dict)
-    counters: Sequence[Place] = ()
+    counters: Sequence[Place] = ()  # where these numbers are
 
     def __post_init__(self) -> None:
         self._without_gradient = [p for p in self.inputs.values() if not _requires_grad(p.get())]

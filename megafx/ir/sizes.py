@@ -267,7 +267,7 @@ class SizeEmitter:
                 self._nodes.setdefault(node.meta["val"].node._expr, node)
 
     def _follows_rows(self, node: fx.Node) -> bool:
-        """Whether only sizes stand between it and the rows that it is computed from: others may be used before it."""
+        """True if only sizes are between it and the rows that it is computed from: others may be used before it."""
         before = node.prev
         while is_size(before):
             before = before.prev

@@ -9,6 +9,8 @@ operands are cast, and every product of two of them is exact. fp32 and fp64 oper
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,3 +64,5 @@ addmm_fp32 = define_op(
     fake=lambda total, a, b: total.new_empty(total.shape),
     inplace=InPlace("total", add_product_),
 )
+# product -> the op that adds it to a matrix
+SUMS: dict[Any, Any] = {torch.ops.aten.mm.default: torch.ops.aten.addmm.default, mm_fp32: addmm_fp32}

@@ -69,27 +69,24 @@ class Size:
 
 @dataclass(frozen=True)
 class EagerCall:
-    """One call of one module. The first tensors are leaves of (args, kwargs), the others its parameters.
-
-    leaves: of the arguments, with None where a tensor goes. wanted: which of the tensors require a gradient. results: dtype and
-    sizes of each tensor that it returns. out_leaves: its output, with None where a tensor goes. random: whether it draws
-    numbers. named: what the graph calls the sizes of results that data decides, once it has names for them. on_host: which
-    results are on the CPU. function: is called in place of the module, which then is its first argument that is one.
-    """
+    """One call of one module. The first tensors are leaves of (args, kwargs), the others its parameters."""
 
     module: weakref.ReferenceType[nn.Module]
     fqn: str
     spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # of the arguments, with None where a tensor goes
     names: tuple[str, ...]
     autocast: tuple[dict[str, Any], ...]
-    wanted: tuple[bool, ...] = ()
+    wanted: tuple[bool, ...] = ()  # which of the tensors require a gradient
+    # dtype and sizes of each tensor that it returns
     results: tuple[tuple[torch.dtype, tuple[ResultSize | DataSize, ...]], ...] = ()
     out_spec: pytree.TreeSpec | None = None
-    out_leaves: tuple[Any, ...] = ()
-    random: bool = False
+    out_leaves: tuple[Any, ...] = ()  # its output, with None where a tensor goes
+    random: bool = False  # whether it draws numbers
+    # what the graph calls the sizes of results that data decides, once it has names for them
     named: tuple[str, ...] = ()
-    on_host: tuple[bool, ...] = field(default=(), kw_only=True)
+    on_host: tuple[bool, ...] = field(default=(), kw_only=True)  # which results are on the CPU
+    # is called in place of the module, which then is its first argument that is one
     function: Callable[..., Any] | None = field(default=None, kw_only=True)
 
     copies: ClassVar[bool] = False  # whether the code gets copies of the tensors
@@ -148,7 +145,7 @@ class EagerCall:
         return output
 
     def run_watched(self, tensors: Sequence[Tensor]) -> Any:
-        """As `run`, of a function: with autograd on, which tells whether it reads a parameter."""
+        """As `run`, of a function: with autograd on, which shows whether it reads a parameter."""
         with tapes.autograd_on():
             return self.run(tensors)
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import ambient_autocast
+from megafx.ir.python_state import ABSENT
 from megafx.ops.eager_call import Constant, DataSize, EagerCall, ResultSize, Size, as_node, differentiable, size_leaf
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
@@ -45,7 +46,6 @@ class Probes(Protocol):
         known."""
 
 
-_ABSENT = object()
 _OWN = frozenset(vars(nn.Module()))  # tables of every module
 
 
@@ -72,7 +72,7 @@ def noting_sets(modules: Iterable[nn.Module], sets: Sets, fqn: str) -> Iterator[
         for name, value in vars(module).items():
             if name == "_call_impl":
                 continue
-            if attributes.get(name, _ABSENT) is not value or contents.get(name) != _contents(module).get(name):
+            if attributes.get(name, ABSENT) is not value or contents.get(name) != _contents(module).get(name):
                 sets(module, name, fqn)
 
 

@@ -1,7 +1,7 @@
 """Hooks of modules, run by a graph at the border of the module: whole tensors in, whole tensors out.
 
 A module with hooks stays part of the graph, captured and sharded. Around it are calls of its hooks, one node before it and one
-behind it; more where hooks that are traced (capture/hooks.py) stand between others. A node looks hooks up when it runs, in the
+behind it; more where hooks that are traced (capture/hooks.py) are between others. A node looks hooks up when it runs, in the
 order of `nn.Module.__call__`; so one that is added to others of its kind needs no new graph. Backward hooks are torch's own
 (`BackwardHook`), on the tapes of the two nodes.
 """
@@ -64,12 +64,12 @@ def _name(hook: Any) -> str:
 
 @dataclass(frozen=True)
 class Side:
-    """The hooks before or behind a module, in their order. steps: identities of hooks that are traced; None is a node, which
-    runs all others between two of them. reads: whether it has any. kwargs: whether these take keyword arguments, too."""
+    """The hooks before or behind a module, in their order."""
 
+    # identities of hooks that are traced; None is a node, which runs all others between two of them
     steps: tuple[Hashable | None, ...] = ()
-    reads: bool = False
-    kwargs: bool = False
+    reads: bool = False  # whether it has any
+    kwargs: bool = False  # whether these take keyword arguments, too
 
     @staticmethod
     def of(order: Sequence[Hashable | None], kwargs: bool, backward: bool, always: bool) -> Side:
@@ -119,19 +119,15 @@ class Open:
 
 @dataclass(frozen=True)
 class HookCall(EagerCall):
-    """Some of the hooks around one call of one module: of (args, kwargs) before it, of (args, kwargs, output) behind it.
-
-    pair: the number of that call of the module. traced: identities of hooks that are part of the graph, and are not run.
-    segment: it runs hooks that have so many traced ones before them. last: of this side. always: some run after exceptions.
-    """
+    """Some of the hooks around one call of one module: of (args, kwargs) before it, of (args, kwargs, output) behind it."""
 
     copies: ClassVar[bool] = True
     before: bool = True
-    pair: int = 0
-    traced: frozenset[Hashable] = frozenset()
-    segment: int = 0
-    last: bool = True
-    always: bool = False
+    pair: int = 0  # the number of that call of the module
+    traced: frozenset[Hashable] = frozenset()  # identities of hooks that are part of the graph, and are not run
+    segment: int = 0  # it runs hooks that have so many traced ones before them
+    last: bool = True  # it is the last of this side
+    always: bool = False  # some run after exceptions
 
     @property
     def what(self) -> str:

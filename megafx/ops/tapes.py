@@ -64,36 +64,32 @@ class Tape:
 
 @dataclass
 class Running:
-    """One run of a forward graph, and its backward. anchor: None where nothing is differentiated. waiting: what a node leaves
-    for a later one.
+    """One run of a forward graph, and its backward."""
 
-    tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
-    tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py). compare(FQN, results):
-    raises where ranks have other results of a module that is left eager. writes: whether modules that are left eager change
-    their own buffers. read: FQNs of those that the graph reads. wrote: of those that were changed. own: ids
-    of what the graph differentiates with respect to.
-    """
-
-    anchor: Tensor | None = None
+    anchor: Tensor | None = None  # None where nothing is differentiated
     ranks: int = 1
     returned: list[Returned] = field(default_factory=list)
-    waiting: dict[Any, list[Any]] = field(default_factory=dict)
-    tangents: set[str] = field(default_factory=set)
-    results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
+    waiting: dict[Any, list[Any]] = field(default_factory=dict)  # what a node leaves for a later one
+    tangents: set[str] = field(default_factory=set)  # names of the outputs that bring a gradient
+    results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)  # as `Reached.results`
+    # key of a call -> which of its tensors have got a gradient
     used: dict[str, set[int]] = field(default_factory=dict)
-    open: dict[Any, Any] = field(default_factory=dict)
+    open: dict[Any, Any] = field(
+        default_factory=dict
+    )  # what has begun, and is called where the run fails (hook_call.py)
+    # (FQN, results): raises where ranks have other results of a module that is left eager
     compare: Callable[[str, Sequence[Tensor]], None] | None = None
-    writes: bool = False
-    read: frozenset[str] = frozenset()
-    wrote: list[str] = field(default_factory=list)
-    own: frozenset[int] = frozenset()
+    writes: bool = False  # whether modules that are left eager change their own buffers
+    read: frozenset[str] = frozenset()  # FQNs of those that the graph reads
+    wrote: list[str] = field(default_factory=list)  # of those that were changed
+    own: frozenset[int] = frozenset()  # ids of what the graph differentiates with respect to
 
     def any_of(self, sources: Sequence[Any]) -> bool:
         """Whether a gradient comes from one of these (ir/program.py: Source)."""
         return any(s in self.tangents if isinstance(s, str) else s[1] in self.used.get(s[0], ()) for s in sources)
 
     def comes_to(self, key: str, result: int) -> bool:
-        """Whether a gradient comes to that result of a call, or zeros that stand for none."""
+        """True if that result of a call gets a gradient, False if it gets zeros in place of none."""
         return key not in self.results or self.any_of(self.results[key][result])
 
 

@@ -75,17 +75,17 @@ DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 
 @dataclass(frozen=True)
 class DataAxis:
-    """form: DDP, ZERO1 or FSDP. shard_ranks: of `ranks`, those that hold one copy of the parameters; 1 with DDP.
-    bucket_bytes: gradients are reduced together until they are this many. context: ranks that cut the sequence of each part of
-    the batch; their gradients are summed with those of the others, and they hold shards of a copy with them, but for experts.
-    experts: of `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`,
-    and those of these that have the same experts hold shards of them."""
+    """The ranks that share out a batch, and how they hold parameters."""
 
     ranks: int
-    form: str = DDP
-    shard_ranks: int = 1
-    bucket_bytes: int = 25 * 2**20
+    form: str = DDP  # DDP, ZERO1 or FSDP
+    shard_ranks: int = 1  # of `ranks`, those that hold one copy of the parameters; 1 with DDP
+    bucket_bytes: int = 25 * 2**20  # gradients are reduced together until they are this many
+    # ranks that cut the sequence of each part of the batch; their gradients are summed with those of the others, and they
+    # hold shards of a copy with them, but for experts
     context: int = 1
+    # of `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`, and
+    # those of these that have the same experts hold shards of them
     experts: int = 1
 
     @classmethod

@@ -26,7 +26,7 @@ every rank's local dim has the same length: rep * sum(ceil(count/t) * unit). Exa
 A head-tail layout splits each block into 2t chunks of ceil(count / 2t) units; rank r takes chunks r and 2t-1-r, in this order.
 So queries of causal attention see as many keys on every rank (Llama 3 report, arXiv 2407.21783, 3.3.2).
 
-Sizes are plain integers. Dynamic sizes enter as structural integers (`ir.Sizes`): large primes that stand for symbols,
+Sizes are plain integers. Dynamic sizes enter as structural integers (`ir.Sizes`): large primes in place of symbols,
 so products and equality mean the same as on the symbolic expressions.
 """
 
@@ -284,17 +284,14 @@ def payload(collective: str, numel: int, t: int) -> int:
 
 @dataclass(frozen=True)
 class Nested(Placement):
-    """Build with `nested`. tensor: the cut over t ranks; ranks: how many cut each shard again; rows: of one shard's dim 0.
+    """Build with `nested`. Rank r of ranks * t holds those rows of tensor-parallel rank r % t's shard that are data-parallel
+    rank r // t's, padded so that every rank has as many."""
 
-    Rank r of ranks * t holds those rows of tensor-parallel rank r % t's shard that are data-parallel rank r // t's, padded so
-    that every rank has as many. owner: the data-parallel rank that has all of them, where one has; the others have no rows.
-    """
-
-    tensor: Placement = I
+    tensor: Placement = I  # the cut over t ranks
     t: int = 1
-    ranks: int = 1
-    rows: int = 0
-    owner: int = -1
+    ranks: int = 1  # how many cut each shard again
+    rows: int = 0  # of one shard's dim 0
+    owner: int = -1  # the data-parallel rank that has all of them, where one has; the others have no rows
 
     @property
     def inner(self) -> Placement:

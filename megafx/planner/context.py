@@ -28,52 +28,36 @@ Gradients = Literal["reduce", "hold", "add", "accumulate"]
 
 @dataclass
 class Planner:
-    """One compile: what is asked, and what has been decided so far. Every pass takes it as its second argument.
-
-    config, t, hardware: the user's options, the number of tensor-parallel ranks and what they run on. data: the data-parallel
-    axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage of parameters (and
-    of caches that come in) where an earlier graph has settled it; fixed_experts: names of those of which a rank holds its
-    experts alone, where it has. given: a plan to apply instead of solving. agree: this rank's plan -> the plan of all ranks.
-    caches: path in a key-value cache -> the placement that it leaves a graph at. gradients: what data-parallel ranks do with
-    theirs: reduce them, hold them back (`no_sync`), add what was held and reduce, or add to what is there and hold that. axes:
-    this rank's place on each mesh axis; None: there is one rank, or this is for all of them. at_call: memory is counted at the
-    sizes of the call that was captured, not at those that are priced. axis: the one that is planned. cuts: names of the sizes
-    that it cuts, wherever a rule lets it; none: any size that pays. head_tail: cuts are such layouts. by_heads: attentions
-    whose heads it may cut instead; always_by_heads: it does. fits: the activation memory budget, a fraction, was chosen to fit
-    the device, so it promises bytes. device_bytes: memory of a rank's device, where known. keeps_casts: casts of weights to FP8
-    are kept until a weight changes.
-    """
+    """One compile: what is asked, and what has been decided so far. Every pass takes it as its second argument."""
 
     config: Config
-    t: int
+    t: int  # tensor-parallel ranks
     hardware: Hardware
     data: DataAxis | None = None
-    wants_grad: Callable[[Input], bool] | None = None
-    fixed: dict[str, Placement] = field(default_factory=dict)
-    fixed_experts: dict[str, int] | None = None
-    given: Plan | None = None
-    agree: Callable[[Plan], Plan] | None = None
-    caches: dict[str, Placement] = field(default_factory=dict)
-    gradients: Gradients = "reduce"
-    axes: Mapping[str, AxisContext] | None = None
-    at_call: bool = False
-    axis: str = TENSOR_AXIS
-    cuts: Collection[str] = ()
-    head_tail: bool = False
-    by_heads: Collection[fx.Node] = ()
-    always_by_heads: bool = False
-    fits: bool = False
-    device_bytes: int | None = None
-    keeps_casts: bool = False
+    wants_grad: Callable[[Input], bool] | None = None  # None: a graph without backward
+    fixed: dict[str, Placement] = field(default_factory=dict)  # storage that an earlier graph has settled; caches, too
+    fixed_experts: dict[str, int] | None = None  # `experts`, where an earlier graph has settled them
+    given: Plan | None = None  # applied instead of solving
+    agree: Callable[[Plan], Plan] | None = None  # this rank's plan -> the plan of all ranks
+    caches: dict[str, Placement] = field(default_factory=dict)  # path in a key-value cache -> where it leaves a graph
+    gradients: Gradients = "reduce"  # over data-parallel ranks: reduce; `no_sync`: hold, or add to those held
+    axes: Mapping[str, AxisContext] | None = None  # this rank's places; None: one rank, or all of them
+    at_call: bool = False  # memory is counted at the sizes of the captured call, not at those that are priced
+    axis: str = TENSOR_AXIS  # the one that is planned
+    cuts: Collection[str] = ()  # names of sizes that it cuts wherever a rule lets it; none: any size that pays
+    head_tail: bool = False  # cuts are such layouts
+    by_heads: Collection[fx.Node] = ()  # attentions whose heads it may cut instead
+    always_by_heads: bool = False  # it does
+    fits: bool = False  # the activation memory budget, a fraction, was chosen to fit the device: it promises bytes
+    device_bytes: int | None = None  # memory of a rank's device, where known
+    keeps_casts: bool = False  # casts of weights to FP8 are kept until a weight changes
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # decided by dispatch_experts
-    # parameters of which a rank needs its experts alone (Plan.experts)
-    experts: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)  # parameters of which a rank needs its experts alone
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
-    # values that get a gradient: the others send none in backward
-    differentiable: set[fx.Node] = field(default_factory=set)
+    differentiable: set[fx.Node] = field(default_factory=set)  # values that get a gradient
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     in_fp8: set[fx.Node] = field(default_factory=set)  # linears that are priced so

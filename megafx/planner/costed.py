@@ -12,9 +12,7 @@ from megafx.units import bytes_text
 
 @dataclass(frozen=True)
 class PricedTransition:
-    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward.
-
-    axis, ranks: of the mesh, and how many it has; inner: ranks of the axes inside of it."""
+    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
 
     src: str
     dst: str
@@ -24,9 +22,9 @@ class PricedTransition:
     backward_bytes: int
     cost_us: float
     forward_us: float = 0.0
-    axis: str = TENSOR_AXIS
+    axis: str = TENSOR_AXIS  # axis, ranks: of the mesh, and how many it has
     ranks: int = 0
-    inner: int = 1
+    inner: int = 1  # ranks of the axes inside of it
 
     def __str__(self) -> str:
         outer = "" if self.axis == TENSOR_AXIS else f"@{self.axis}"
@@ -40,28 +38,24 @@ class PricedTransition:
 
 @dataclass
 class CostedOp:
-    """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
-
-    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
-    operands and of a weight; kept: bytes held for backward at most; bytes: of its value, whole on the axis.
-    """
+    """A node: an op, or a transition that communicates (`move`)."""
 
     name: str
-    region: int
-    module: str
-    out: str
+    region: int  # its index
+    module: str  # path inside of the region
+    out: str  # kind of the placement of its value (I, R, S, P)
     label: str
     placements: str = ""
     style: str = ""
     weight: str = ""
     value: str = ""
-    us: float = 0.0
-    back_us: float = 0.0
+    us: float = 0.0  # of one forward pass
+    back_us: float = 0.0  # back_us, weight_us: of its gradients, of operands and of a weight
     weight_us: float = 0.0
     flops: float = 0.0
     has_weight: bool = False
-    kept: int = 0
-    bytes: int = 0
+    kept: int = 0  # bytes held for backward at most
+    bytes: int = 0  # of its value, whole on the axis
     move: PricedTransition | None = None
     inner: PricedTransition | None = None  # a collective that the op does itself
     source: str = ""
@@ -71,32 +65,29 @@ class CostedOp:
 
 @dataclass
 class Region:
-    """times: layers that it represents; layer: whether it is one, and no part of the model before, between or after them.
-
-    held: bytes of a rank's parameters that one of them reads first."""
+    """Layers that are alike, or another part of the model."""
 
     name: str
-    times: int
-    layer: bool
+    times: int  # layers that it represents
+    layer: bool  # whether it is one, and no part of the model before, between or after them
     nodes: list[int] = field(default_factory=list)
-    held: float = 0.0
+    held: float = 0.0  # bytes of a rank's parameters that one of them reads first
 
 
 @dataclass
 class CostedGraph:
-    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of its
-    region) of every layer, and of every part before, between and after them. experts: of the bytes of parameters,
-    those of which data-parallel ranks have their experts alone."""
+    """The nodes of a program with their prices, by region."""
 
     regions: list[Region]
     nodes: list[CostedOp]
-    edges: list[tuple[int, int]]
-    memory: dict[str, int]
+    edges: list[tuple[int, int]]  # pairs of indices of `nodes`
+    memory: dict[str, int]  # bytes of one rank by kind
     gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together
     optimizer_us: float
     training: bool
+    # (paths of its modules, index of its region) of every layer, and of every part before, between and after them
     order: list[tuple[tuple[str, ...], int]]
     hardware: Hardware
     ranks: int
     overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
-    experts: int = 0
+    experts: int = 0  # of the bytes of parameters, those of which data-parallel ranks have their experts alone

@@ -21,13 +21,12 @@ from megafx.planner.timeline import StepTimes
 
 @dataclass(frozen=True)
 class Split:
-    """ranks: of a pipeline; chunks: stages of each; microbatches: one after the other in a step, of each data-parallel rank.
-    begins: the first part of each stage, where the cut is not the balanced one."""
+    """How a pipeline cuts a step."""
 
-    ranks: int = 1
-    chunks: int = 1
-    microbatches: int = 1
-    begins: tuple[int, ...] = ()
+    ranks: int = 1  # of a pipeline
+    chunks: int = 1  # stages of each
+    microbatches: int = 1  # one after the other in a step, of each data-parallel rank
+    begins: tuple[int, ...] = ()  # the first part of each stage, where the cut is not the balanced one
 
     @property
     def stages(self) -> int:
@@ -36,12 +35,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Share:
-    """Of the whole model, what the ranks of a pipeline have at most. time, held: fractions of a micro-batch's time and of the
-    parameters' bytes; kept: bytes for backward, of all micro-batches under way."""
+    """Of the whole model, what the ranks of a pipeline have at most."""
 
-    time: float
+    time: float  # time, held: fractions of a micro-batch's time and of the parameters' bytes
     held: float
-    kept: int
+    kept: int  # bytes for backward, of all micro-batches under way
 
 
 def share_of(costed: CostedGraph, step: StepTimes, split: Split) -> Share | None:

@@ -145,17 +145,16 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """The optimum, or (cost > bound) what a search found. bound: no assignment is cheaper. width: most neighbours of a variable
-    when eliminated; largest_table: entries of a joined table, which is not made where the problem is searched."""
+    """The optimum, or (cost > bound) what a search found."""
 
     assignment: dict[Any, int]
     cost: float
-    width: int
-    largest_table: int
+    width: int  # most neighbours of a variable when eliminated
+    largest_table: int  # entries of a joined table, which is not made where the problem is searched
     eliminated: int
     memo_hits: int
     seconds: float
-    bound: float
+    bound: float  # no assignment is cheaper
     searched: bool = False
 
 

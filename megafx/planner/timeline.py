@@ -33,15 +33,14 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Segment:
-    """What runs from `start` on for `us` microseconds. node: index in the costed graph; -1: gradients of parameters, -2: the
-    optimizer. collective: that is sent or waited for; sent: bytes that a rank sends in it."""
+    """What runs from `start` on for `us` microseconds."""
 
     lane: str
-    node: int
+    node: int  # index in the costed graph; -1: gradients of parameters, -2: the optimizer
     start: float
     us: float
-    collective: str = ""
-    sent: int = 0
+    collective: str = ""  # the one that is sent or waited for
+    sent: int = 0  # bytes that a rank sends in it
 
 
 @dataclass
@@ -244,7 +243,7 @@ class _Schedule:
         """A product's gathered operand is not kept for the gradient of its weight: its shards are gathered beside products."""
         for source in self.sources[i]:
             move = self.costed.nodes[source].move
-            # others are kept, but for those that a budget makes again
+            # others are kept, except those that a budget recomputes
             inner = move is not None and move.axis == TENSOR_AXIS
             if move is not None and inner and move.forward == ALL_GATHER and source not in self.again:
                 found = self._send(part, source, self.device, ALL_GATHER, move.forward_bytes, 0.0, False)

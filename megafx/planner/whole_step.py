@@ -36,16 +36,15 @@ FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budge
 
 @dataclass(frozen=True)
 class WholeStep:
-    """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind; rows: of all ranks in a step;
-    sent: bytes of a rank; flops: of a rank; split: its pipeline stages and micro-batches."""
+    """One configuration."""
 
     config: Config
-    parts: dict[str, float]
-    memory: dict[str, int]
-    rows: int
-    sent: int
-    flops: float
-    split: Split
+    parts: dict[str, float]  # microseconds of a step by cause
+    memory: dict[str, int]  # bytes of a rank by kind
+    rows: int  # of all ranks in a step
+    sent: int  # bytes of a rank
+    flops: float  # of a rank
+    split: Split  # its pipeline stages and micro-batches
 
 
 def whole_steps(
@@ -147,16 +146,15 @@ def copies_of(config: Config, hardware: Hardware) -> list[int]:
 
 @dataclass(frozen=True)
 class _DataGroup:
-    """Ranks that have summands of the same gradients: d data-parallel ones, each c that cut a sequence. shard: of the d, those
-    that hold one copy. layers: whose parameters are gathered apart; bucket: bytes of gradients that are reduced together."""
+    """Ranks that have summands of the same gradients: d data-parallel ones, each c that cut a sequence."""
 
     hardware: Hardware
     t: int
     c: int
     d: int
-    shard: int
-    layers: int
-    bucket: int
+    shard: int  # of the d, those that hold one copy
+    layers: int  # whose parameters are gathered apart
+    bucket: int  # bytes of gradients that are reduced together
     split: Split
 
     def waits(self, form: str, params: int, grads: int, forward: float, backward: float) -> float:

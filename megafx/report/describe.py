@@ -1,4 +1,4 @@
-"""What a plan comes to: a placed program (global shapes, transitions as nodes) and its plan -> `Report`."""
+"""Build the report of a plan: a placed program (global shapes, transitions as nodes) and its plan -> `Report`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
     idle: dict[str, str] = {}
     for fqn, placement in params.items():
         for count, unit in placement.cut.blocks if placement.is_shard and not isinstance(placement, Owned) else ():
-            busy = -(-count // -(-count // t))  # ranks that a part comes to
+            busy = -(-count // -(-count // t))  # ranks of each part
             if busy < t:
                 units = f"{count} units of {unit}" if unit != 1 else f"{count} rows"
                 text = f"{units} are shared by {busy} of {t} ranks; the others hold padding, and compute on it"

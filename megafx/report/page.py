@@ -57,7 +57,7 @@ REPEATED = ("source", "why", "alternatives")  # of nodes: many have the same tex
 
 def _packed(data: dict[str, Any]) -> dict[str, Any]:
     texts: dict[str, int] = {}
-    number = lambda text: texts.setdefault(text, len(texts))  # noqa: E731
+    number = lambda text: texts.setdefault(text, len(texts))
     nodes = [{**node, **{key: _each(node[key], number) for key in REPEATED}} for node in data["nodes"]]
     return {**data, "nodes": nodes, "texts": list(texts)}
 

@@ -236,7 +236,7 @@ _read: dict[Any, list[tuple[Variant, tuple[str, ...], list[str]]]] = {}
 
 
 def _forms(pattern: type[Pattern]) -> list[tuple[Variant, tuple[str, ...], list[str]]]:
-    """(variant, names of ops that it needs, letters that stand for a dtype) of each variant."""
+    """(variant, names of ops that it needs, letters of a dtype) of each variant."""
     if pattern not in _read:
         found = _read[pattern] = []
         for variant in variants_of(pattern):
@@ -259,9 +259,9 @@ def _report(program: Program, done: Rewritten, by: str) -> None:
     """Whole near misses and declined matches become notes, one for like layers. MEGAFX_DEBUG=2 prints counts, 3 all near
     misses."""
     groups: dict[Any, list[NearMiss]] = defaultdict(list)
-    said = [("does not match", miss) for miss in done.near_misses if miss.whole]
-    said += [("not fused", miss) for miss in done.declined.values() if not miss.root._erased]
-    for what, miss in said:
+    missed = [("does not match", miss) for miss in done.near_misses if miss.whole]
+    missed += [("not fused", miss) for miss in done.declined.values() if not miss.root._erased]
+    for what, miss in missed:
         groups[miss.pattern, what, fold(miss.reason, r"%\w+"), fold(miss.fqn)].append(miss)
     for (_, what, *_rest), misses in groups.items():
         more = f"; {len(misses)} places alike" if len(misses) > 1 else ""

@@ -350,7 +350,7 @@ class _Attempt:
         """Unknown letters from the equations, one at a time; then every equation must hold."""
         letters = self.match.letters
         waiting = list(self.equations)
-        products: dict[tuple[str, ...], int] = {}  # of letters that nothing tells one by one
+        products: dict[tuple[str, ...], int] = {}  # of letters whose values are not known one by one
         while waiting:
             left = []
             products.clear()
@@ -373,7 +373,7 @@ class _Attempt:
                 else:
                     self._bind(letters, unknown[0], value // known)
             if len(left) == len(waiting):
-                return True  # sizes that nothing tells: make cannot ask for them
+                return True  # sizes that are not known: make cannot ask for them
             waiting = left
         return True
 

@@ -31,7 +31,7 @@ TENSORS. `tensors` describes each tensor parameter of `match`: `[param ]dtype[di
     param   canonicalize treats it as a weight (`x @ w` with a weight becomes linear); it matches any tensor
     ?       the model may have None there (linear without bias): match and make then get None. It is a variant of its own
   Sizes inside `match` come from shapes (`x.shape[0]`, `x.view(b, s, n, d)`); they are compared as expressions, whatever
-  the model's sizes, static or dynamic. A size that no shape tells alone is solved for: x: "D[b s n*d]", and in match
+  the model's sizes, static or dynamic. A size that no shape gives alone is solved for: x: "D[b s n*d]", and in match
   `x.view(b, s, n, -1)` with n among `scalars` as int. `tensors` and `needs` may be functions of the variant's keywords;
   a tensor that a variant does not describe is None in match and make.
 
@@ -134,7 +134,7 @@ class TensorSpec:
 
 DTYPES = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool")
 _SPEC = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?P<optional>\?)?")
-_DIM = re.compile(r"(?P<one>1\|)?(?P<product>\d*[a-z]?(?:\*[a-z])*)")
+_DIM = re.compile(r"(?P<one>1\|)?(?P<product>(?P<number>\d*)(?P<letters>[a-z]?(?:\*[a-z])*))")
 
 
 @functools.cache
@@ -157,8 +157,8 @@ def _dim(word: str, text: str) -> DimSpec:
     if found is None or not found["product"]:
         fix = "write h, 4, 2h, n*d or 1|s; '...' only in front of all others"
         raise PatternError(f"'{word}' in '{text}' is no dim", fix=fix)
-    number, letters = re.fullmatch(r"(\d*)(.*)", found["product"]).groups()  # type: ignore[union-attr]
-    return DimSpec(int(number or 1), tuple(x for x in letters.split("*") if x), bool(found["one"]))
+    letters = tuple(x for x in found["letters"].split("*") if x)
+    return DimSpec(int(found["number"] or 1), letters, bool(found["one"]))
 
 
 class Variant(NamedTuple):

@@ -36,7 +36,7 @@ class MakeTrace(NamedTuple):
 
 
 class Replacer:
-    """Replaces matches in one program. refuse: why new ops may not stand for what they replace, or ''."""
+    """Replaces matches in one program. refuse: why new ops may not replace the old ones, or ''."""
 
     def __init__(self, program: Program, by: str, refuse: Refuse | None = None) -> None:
         self.program, self.by, self.refuse = program, by, refuse

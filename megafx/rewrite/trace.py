@@ -1,6 +1,6 @@
 """A pattern's `match` as a small canonical graph, traced once a process for each variant, dtypes and number of leading dims.
 
-Letters of sizes are distinct primes while tracing, so that a size in the trace (3 * 1009) tells which product of letters it
+Letters of sizes are distinct primes while tracing, so that a size in the trace (3 * 1009) shows which product of letters it
 is; declared numbers are distinct markers. `Trace.calls` has every node's arguments by schema name, with sizes and numbers
 recognised.
 """
@@ -113,11 +113,7 @@ class TraceCall(NamedTuple):
 
 @dataclass
 class Trace:
-    """match of one variant as a graph. inputs: node -> name of a parameter (seeds are parts of drops instead).
-
-    search: the roots, those made of most nodes first; matching starts from the first. drops: the nodes that draw.
-    markers: what the declared numbers were while tracing.
-    """
+    """match of one variant as a graph."""
 
     pattern: type[Pattern]
     variant: Variant
@@ -125,12 +121,12 @@ class Trace:
     lead: int
     specs: dict[str, TensorSpec]
     graph: fx.Graph
-    inputs: dict[fx.Node, str]
+    inputs: dict[fx.Node, str]  # node -> name of a parameter (seeds are parts of drops instead)
     roots: tuple[fx.Node, ...]
-    search: tuple[fx.Node, ...]
+    search: tuple[fx.Node, ...]  # the roots, those made of most nodes first; matching starts from the first
     calls: dict[fx.Node, TraceCall]
-    drops: tuple[fx.Node, ...]
-    markers: dict[str, float]
+    drops: tuple[fx.Node, ...]  # the nodes that draw
+    markers: dict[str, float]  # what the declared numbers were while tracing
     targets: Counter[Any] = field(default_factory=Counter)
 
     @property
@@ -315,7 +311,7 @@ class _Tracing:
 class _Marker(float):
     """A declared number while tracing. Arithmetic on it would lose it."""
 
-    def _refuse(self, other: Any = None) -> Any:
+    def _refuse(self, other: Any = None, modulo: None = None) -> Any:
         if isinstance(other, torch.Tensor):
             return NotImplemented
         raise PatternError(
@@ -324,4 +320,4 @@ class _Marker(float):
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __pow__ = __rpow__ = __neg__ = __abs__ = _refuse  # type: ignore
+    __pow__ = __rpow__ = __neg__ = __abs__ = _refuse

@@ -15,14 +15,13 @@ Shape = tuple[int, ...]
 
 
 class Arg(NamedTuple):
-    """A tensor argument. cut: the dim known to be sharded (type checking on local shapes), or -1. zero: 0 by construction.
-    mask: as an index it replaces as many dims as it has."""
+    """A tensor argument."""
 
     shape: Shape
     active: bool = True
-    cut: int = -1
-    zero: bool = False
-    mask: bool = False
+    cut: int = -1  # the dim known to be sharded (type checking on local shapes), or -1
+    zero: bool = False  # 0 by construction
+    mask: bool = False  # as an index it replaces as many dims as it has
 
 
 class OpCall(NamedTuple):
@@ -58,17 +57,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleText:
-    """A rule string with what strings cannot say.
-
-    why: factor -> reason why it is not sharded (with or without '!' in the string); parts: operand (-1: result) -> Part;
-    partials: further rows (operands that are partial, 'P' or 'R' for each result); reads: of several results, those that are
-    made of some operands alone -> the operands.
-    """
+    """A rule string with what strings cannot say."""
 
     text: str
+    # factor -> reason why it is not sharded (with or without '!' in the string)
     why: dict[str, str] = field(default_factory=dict)
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)  # operand (-1: result) -> Part
+    # further rows (operands that are partial, 'P' or 'R' for each result)
     partials: tuple[tuple[tuple[int, ...], str], ...] = ()
+    # of several results, those that are made of some operands alone -> the operands
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 

@@ -87,16 +87,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Bound:
-    """A rule bound to shapes. A dim's entry: None (not shardable), 'f', or '(n g)' for a merged dim.
+    """A rule bound to shapes. A dim's entry: None (not shardable), 'f', or '(n g)' for a merged dim."""
 
-    operands: None for an operand that the call leaves out or whose elements are not read.
-    sizes: length of each factor; forbidden: factor -> why it is not sharded.
-    """
-
+    # None for an operand that the call leaves out or whose elements are not read
     operands: tuple[tuple[str | None, ...] | None, ...]
     results: tuple[tuple[str | None, ...], ...]
-    sizes: dict[str, int]
-    forbidden: dict[str, str]
+    sizes: dict[str, int]  # length of each factor
+    forbidden: dict[str, str]  # factor -> why it is not sharded
 
 
 def names(entry: str | None) -> tuple[str, ...]:
@@ -201,7 +198,7 @@ def bind(
     operand_dims.sort(key=lambda p: not (p[0] < len(cut) and cut[p[0]] == p[1]))  # cut dims say how long a factor is
     placed = [(i, d, n) for i, _, d, n in operand_dims]
     placed += [(-1, d, n) for ds, s in zip(outs, made, strict=True) for d, n in zip(ds, s, strict=True)]
-    solid = {f for i, c in enumerate(cut) if c >= 0 and dims[i] for f in dims[i][c].factors}  # type: ignore[index]
+    solid = {f for ds, c in zip(dims, cut, strict=False) if ds and c >= 0 for f in ds[c].factors}
     forbidden = {
         f: f"'{f}' is marked '!' in the rule '{rule.text}'" for _, d, _ in placed if d.whole for f in d.factors
     }

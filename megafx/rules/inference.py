@@ -97,7 +97,7 @@ class _Inference:
         template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts, own)
         if template.kind == "none":
             raise self.error(template.reason, "register a rule for the op (megafx.register_rule), or replicate it")
-        nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
+        nodes = [tensors[s.slot][1] for s in template.operands]
         facts = [self.fact(n) for n in nodes]
         if template.kind == "view":
             return self.view(nodes[0], facts[0])
@@ -224,7 +224,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     template, tensors = template_of_node(node, sizes, set(node.all_input_nodes), own=facts_of(node.target).outer)
     if template.kind == "none" or template.several:
         return not tensors and op_name(node) in {*FILLS, *FILLS_BY_ARGUMENT, "ones"}
-    nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
+    nodes = [tensors[s.slot][1] for s in template.operands]
     if template.kind == "view":
         before, after = template.operands[0].shape, template.shapes[0]
         into = [a for a, b in dim_groups(before, after) if dim in b]

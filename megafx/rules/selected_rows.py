@@ -148,8 +148,7 @@ class SelectedRows:
     def _indices(self, node: fx.Node) -> tuple[dict[int, fx.Node], int]:
         """(dim of the indexed value -> its index, the dim of the indices in the result, or in what is written)."""
         if op_name(node) in ("index_select", "index_add"):
-            source = node.args[0]
-            dim = int(argument(node, "dim")) % max(source.meta["val"].dim(), 1)
+            dim = int(argument(node, "dim")) % max(node.args[0].meta["val"].dim(), 1)
             return {dim: argument(node, "index")}, dim
         given = {d: index for d, index in enumerate(argument(node, "indices")) if index is not None}
         dims = sorted(given)

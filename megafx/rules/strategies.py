@@ -128,21 +128,18 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpRule:
-    """The rule of one node. kind: 'factors', 'view' (dims map by views.py), 'element' (placed as the user's op with several
-    results makes it) or 'none' (only I and R rows; see reason).
-
-    result: entries of the result's dims; a tuple of them for an op with several results.
-    linear: groups of operands that may be partial together. sizes: structural length of each factor.
-    """
+    """The rule of one node."""
 
     node: fx.Node
+    # 'factors', 'view' (dims map by views.py), 'element' (placed as the user's op with several results makes it) or
+    # 'none' (only I and R rows; see reason)
     kind: str
     operands: tuple[Operand, ...]
-    result: tuple[Any, ...]
+    result: tuple[Any, ...]  # entries of the result's dims; a tuple of them for an op with several results
     forbidden: dict[str, str]
-    linear: tuple[tuple[int, ...], ...]
+    linear: tuple[tuple[int, ...], ...]  # groups of operands that may be partial together
     reason: str
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # structural length of each factor
     template: Template
 
     def weights(self, weights: Collection[fx.Node]) -> list[int]:
@@ -152,17 +149,14 @@ class OpRule:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One legal row. ins: a placement for each operand of the rule (inactive operands: I whole, S sliced for free).
+    """One legal row."""
 
-    factor: the sharded factor; 'dim<d>' of the operand for views; '' for all-I, all-R and partial rows. more: placements of
-    results after the first.
-    """
-
+    # a placement for each operand of the rule (inactive operands: I whole, S sliced for free)
     ins: tuple[Placement, ...]
     out: Placement
-    factor: str = ""
+    factor: str = ""  # the sharded factor; 'dim<d>' of the operand for views; '' for all-I, all-R and partial rows
     note: str = ""
-    more: tuple[Placement, ...] = ()
+    more: tuple[Placement, ...] = ()  # placements of results after the first
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.ins))} -> {'; '.join(map(str, (self.out, *self.more)))}"
@@ -201,12 +195,12 @@ def template_of_node(
     active: Container[fx.Node],
     cuts: Mapping[fx.Node, int] = MappingProxyType({}),
     own: str | Callable[[OpCall], str] | None = None,
-) -> tuple[Template, list[tuple[Path, fx.Node] | None]]:
-    """The rule of a node's call, and for each tensor argument its path and node (None where left out).
+) -> tuple[Template, list[Any]]:
+    """The rule of a node's call, and for each tensor argument its (path, node), or None where left out.
 
     cuts: the sharded dim of operands on local shapes. own: a rule to use in place of the op's.
     """
-    tensors: list[tuple[Path, fx.Node] | None] = []
+    tensors: list[Any] = []
 
     def read(a: Any, path: Path) -> Any:
         if isinstance(a, fx.Node):
@@ -259,7 +253,7 @@ def rule_of(
     template, tensors = template_of_node(node, sizes, active, own=own)
     operands = []
     for spec in template.operands:
-        path, source = tensors[spec.slot]  # type: ignore[misc]
+        path, source = tensors[spec.slot]
         operands.append(Operand(source, path, spec.factors, spec.role, spec.active))
     result = template.results if template.several else template.results[0]
     linear, reason = tuple(g for g, _ in template.groups), template.reason

@@ -20,15 +20,12 @@ KEPT_BYTES = 64 << 20  # of what a call writes is kept, as it was before, until 
 
 
 class Written(Protocol):
-    """A graph (BoundGraph). changed: positions of the inputs that a call writes into, written: of the arguments among them.
-
-    read: those that it only reads.
-    """
+    """A graph (BoundGraph)."""
 
     inputs: list[Input]
-    changed: list[int]
-    written: set[int]
-    read: list[int]
+    changed: list[int]  # positions of the inputs that a call writes into
+    written: set[int]  # of the arguments among them
+    read: list[int]  # those that it only reads
     spec: CallSpec
 
 

@@ -66,30 +66,25 @@ class Runs(Protocol):
 
 @dataclass
 class CompiledCall:
-    """One graph, and how a call maps to it.
+    """One graph, and how a call maps to it."""
 
-    program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
-    tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
-    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
-    the graph reads as one. shards: as `outputs.output_shards`. holding: other backward graphs, where ranks reduce gradients.
-    beside: indices of outputs that the graph does not differentiate, and eager mode does; differentiable: compiles the form in
-    which they have gradients. weights_in_fp8: parameters whose casts another form of the graph keeps; keeping_casts: compiles
-    that; casts_fit: (True if there is room for them, the numbers in words).
-    """
-
-    program: Program
+    program: Program  # inputs and outputs in placeholder order (`program.call` is the CallSpec)
+    # forward(inputs without tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one
+    # for each of `wrt` (indices of inputs)
     executable: Runs
     wrt: list[int]
-    differentiated: list[int]
-    params: Mapping[str, Placement]
-    joined: list[list[str]] = field(default_factory=list)
-    shards: list[OutputShard | None] | None = None
-    holding: HeldBack | None = None
+    differentiated: list[int]  # indices of outputs that bring a tangent
+    params: Mapping[str, Placement]  # FQN -> storage
+    joined: list[list[str]] = field(default_factory=list)  # FQNs of parameters that the graph reads as one
+    shards: list[OutputShard | None] | None = None  # as `outputs.output_shards`
+    holding: HeldBack | None = None  # other backward graphs, where ranks reduce gradients
+    # indices of outputs that the graph does not differentiate, and eager mode does
     beside: list[int] = field(default_factory=list)
-    differentiable: Callable[[], CompiledCall] | None = None
-    weights_in_fp8: Sequence[str] = ()
+    differentiable: Callable[[], CompiledCall] | None = None  # compiles the form in which they have gradients
+    weights_in_fp8: Sequence[str] = ()  # parameters whose casts another form of the graph keeps
+    # (True if there is room for them, the numbers in words)
     casts_fit: Callable[[], tuple[bool, str]] = lambda: (False, "")
-    keeping_casts: Callable[[], CompiledCall] | None = None
+    keeping_casts: Callable[[], CompiledCall] | None = None  # compiles that
     spec: CallSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,7 +186,7 @@ class BoundGraph:
         """For one run. On the first calls ranks compare what code that is not captured returns."""
         state = self.state
         compared = self.tapes and self.ranks > 1 and state.step <= agreement.CHECKED_FIRST
-        compare = lambda fqn, results: agreement.check_results(fqn, results, state.step - 1, state.group)  # noqa: E731
+        compare = lambda fqn, results: agreement.check_results(fqn, results, state.step - 1, state.group)
         return Running(ranks=self.ranks, compare=compare if compared else None, writes=True, read=self.buffers_read)
 
     def fits(self, call: Call) -> bool:
@@ -399,7 +394,7 @@ class BoundGraph:
     def _backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any], run: Running) -> list[Any]:
         holding, held, found = self.compiled.holding, self.state.held, None
         self.executable.casts.backwards += 1
-        there = lambda i: i not in self.conditional or run.any_of(self.conditional[i])  # noqa: E731
+        there = lambda i: i not in self.conditional or run.any_of(self.conditional[i])
         before: set[str] = set()  # of whom earlier calls hold a gradient
         if holding is not None and (held.now or held.sums or holding.fused):
             parameters = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}

@@ -43,7 +43,7 @@ class CacheShard(torch.Tensor):
         with torch.no_grad():
             return gather_shards(self.local.detach(), self.placement, self.mesh.get_group())
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares no name
         return f"CacheShard(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, {self.placement}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheShard:
@@ -66,7 +66,7 @@ class CacheShard(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}

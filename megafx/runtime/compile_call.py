@@ -33,15 +33,12 @@ Capture = Callable[[bool], Program]  # whether the call's training form is wante
 
 @dataclass
 class Settled:
-    """What the first calls of a model decide for later ones.
+    """What the first calls of a model decide for later ones."""
 
-    plan: of the training call; it says how parameters are stored. caches: path in a key-value cache -> the placement that
-    graphs leave it at. last: the graph that users are shown: of the last training call, where there is one.
-    """
-
-    plan: Plan | None = None
+    plan: Plan | None = None  # of the training call; it says how parameters are stored
+    # path in a key-value cache -> the placement that graphs leave it at
     caches: dict[str, Placement] = field(default_factory=dict)
-    last: Compiled | None = None
+    last: Compiled | None = None  # the graph that users are shown: of the last training call, where there is one
     gathered: KeptValues = field(default_factory=functools.partial(KeptValues, whole=True))
     casts: KeptValues = field(default_factory=KeptValues)
 

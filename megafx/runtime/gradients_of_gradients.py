@@ -33,24 +33,21 @@ WHERE = "double backward through a parallelized model"
 
 @dataclass
 class EagerCall:
-    """A call of a graph, to be computed in eager mode.
-
-    eager: the user's code. before: (kind, name) of what the call has written into -> what it was: of parameters what a rank
-    holds, of arguments with its history in autograd. counters: numbers that it has written, as they were. wrt: parameters
-    (slots) and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's
-    tensors. where: for messages.
-    """
+    """A call of a graph, to be computed in eager mode."""
 
     model: nn.Module
     slots: Mapping[str, Slot]
-    eager: Callable[[Call], Any]
+    eager: Callable[[Call], Any]  # the user's code
     call: Call
     spec: CallSpec
+    # (kind, name) of what the call has written into -> what it was: of parameters what a rank holds, of arguments with
+    # its history in autograd
     before: Mapping[tuple[str, str], Tensor]
-    counters: Sequence[tuple[Place, Any]]
+    counters: Sequence[tuple[Place, Any]]  # numbers that it has written, as they were
+    # parameters (slots) and inputs (positions among the graph's inputs) of which gradients are wanted
     wrt: Sequence[Slot | int]
-    inputs: Sequence[int]
-    where: str = WHERE
+    inputs: Sequence[int]  # positions of the call's tensors
+    where: str = WHERE  # for messages
 
     def gradients(
         self, outputs: Sequence[int], tangents: Sequence[Any], hooked: Sequence[Waiting] = (), of: Waiting | None = None

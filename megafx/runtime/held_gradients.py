@@ -52,7 +52,7 @@ class HeldGradient(TPTensor):
         return mark
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is aten._foreach_zero_.default:
@@ -177,7 +177,7 @@ class HeldBack:
     ) -> list[Any] | None:
         """Gradients for `names` (of `parameters`; None: other inputs), or None where the call's own backward is to run.
 
-        there: whether the i-th is a gradient, once backward has run, or zeros that stand for none."""
+        there: whether the i-th is a gradient, once backward has run, or zeros in place of none."""
         held.settle(parameters)
         own = {name for name in names if name is not None}
         if held.now:
@@ -225,7 +225,7 @@ class HeldBack:
         return gradients
 
 
-def adds_in_place(parameter: nn.Parameter, edge: Any) -> bool:
+def adds_in_place(parameter: Any, edge: Any) -> bool:
     """Whether autograd would add this parameter's gradient to its `.grad`, and no hook sees what is added.
 
     edge: the autograd node that receives it.
@@ -235,7 +235,7 @@ def adds_in_place(parameter: nn.Parameter, edge: Any) -> bool:
         return False
     if type(grad) not in (Tensor, TPTensor) or not local_of(grad).is_contiguous():
         return False
-    if isinstance(grad, TPTensor) and grad._spec.placements != parameter._spec.placements:  # type: ignore[attr-defined]
+    if isinstance(grad, TPTensor) and grad._spec.placements != parameter._spec.placements:
         return False
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False

@@ -4,7 +4,7 @@
     out.logits.register_hook(f)             # in eager mode f gets the gradient of the loss, too
     out.loss.backward()
 
-To autograd all outputs of a graph are results of one function, so what comes to `logits` by way of `loss` is seen inside of the
+To autograd all outputs of a graph are results of one function, so what reaches `logits` through `loss` is seen inside of the
 backward graph alone. Hooks on such an output wait; where there are any, the gradients are those of the call computed once more
 in eager mode, with the hooks on its own values (gradients_of_gradients.py).
 
@@ -238,7 +238,7 @@ def _differentiated_by(outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
 def called_for(watched: Sequence[Waiting], tangents: dict[int, Any], arrived: Arrived) -> list[Waiting]:
     """Those outputs that have hooks, or whose gradient is retained and may come from other outputs, and is not there yet."""
     given = arrived.given[0] == torch._C._current_graph_task_id()
-    there = lambda w: given and (x := w.output()) is not None and arrived.wants(x)  # noqa: E731
+    there = lambda w: given and (x := w.output()) is not None and arrived.wants(x)
     return [w for w in watched if w.hooks or (w.retains() and any(i != w.index for i in tangents) and not there(w))]
 
 

@@ -38,12 +38,7 @@ from megafx.runtime.cache_shard import CacheShard
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given.
-
-    part: the FQN of the submodule that is called, '' for the whole model. state: what Python objects hold that is an input of
-    the graph that serves the call, once that is known. under_no_grad: gradients are off but where forward switches them on.
-    received: how names begin of inputs that ranks do not compare, as each has its own part of them; '' where there are none.
-    """
+    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -51,9 +46,11 @@ class Call:
     leaves: list[Any]
     spec: pytree.TreeSpec
     caches: list[Any]
-    part: str = ""
+    part: str = ""  # the FQN of the submodule that is called, '' for the whole model
+    # what Python objects hold that is an input of the graph that serves the call, once that is known
     state: Mapping[str, Any] | None = None
-    under_no_grad: bool = False
+    under_no_grad: bool = False  # gradients are off but where forward switches them on
+    # how names begin of inputs that ranks do not compare, as each has its own part of them; '' where there are none
     received: str = ""
 
     @staticmethod
@@ -82,7 +79,7 @@ class Call:
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with the caches that were given."""
         caches = iter(self.caches)
-        back = lambda x: next(caches) if isinstance(x, CacheState) else x  # noqa: E731
+        back = lambda x: next(caches) if isinstance(x, CacheState) else x
         return tuple(map(back, self.args)), {name: back(x) for name, x in self.kwargs.items()}
 
     def without_gradients(self) -> Call:

@@ -24,15 +24,12 @@ from megafx.runtime.keys import Call
 
 
 class Compared(Protocol):
-    """A graph (BoundGraph). about: what tensor-parallel ranks agree on; schedule: collectives of data-parallel ranks.
-
-    equal_batches: it relies on batches of equal shapes.
-    """
+    """A graph (BoundGraph)."""
 
     state: ModelState
-    about: str
-    schedule: str
-    equal_batches: bool
+    about: str  # what tensor-parallel ranks agree on
+    schedule: str  # collectives of data-parallel ranks
+    equal_batches: bool  # it relies on batches of equal shapes
 
 
 @dataclass
@@ -105,13 +102,11 @@ class ModelState:
 
 @dataclass
 class Boards:
-    """Where ranks compare what they are about to run. calls: of tensor-parallel ranks; replicas: of data-parallel ranks.
+    """Where ranks compare what they are about to run."""
 
-    shared: how many forwards had collectives of data-parallel ranks. (Others, such as evaluation of a copy, are a rank's own.)
-    """
-
-    calls: Board | None
-    replicas: Board | None
+    calls: Board | None  # of tensor-parallel ranks
+    replicas: Board | None  # of data-parallel ranks
+    # how many forwards had collectives of data-parallel ranks. (Others, such as evaluation of a copy, are a rank's own.)
     shared: int = 0
 
     def forward(self, graph: Compared, call: Call, held: bool) -> None:

@@ -263,7 +263,7 @@ def _install(runtime: Runtime) -> None:
     runtime.parameters_changed()
 
 
-def announce(model: nn.Module, t: int, replicas: int) -> None:
+def announce(model: Any, t: int, replicas: int) -> None:
     """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches.
 
     t: the ranks that are given the same batches, which is what they know tensor-parallel ranks for.
@@ -277,9 +277,9 @@ def announce(model: nn.Module, t: int, replicas: int) -> None:
     if t * replicas == 1:
         return
     if getattr(model, "config", None) is None:
-        model.config = RanksConfig()  # type: ignore[assignment]
+        model.config = RanksConfig()
     with contextlib.suppress(AttributeError, TypeError):  # a dict, a frozen dataclass: the Trainer refuses them itself
-        model.config.distributed_config = _sizes(t, replicas)  # type: ignore[union-attr]
+        model.config.distributed_config = _sizes(t, replicas)
 
 
 @dataclass
@@ -301,7 +301,7 @@ class RanksConfig:
     """The `config` of a parallelized model that has none of its own: the Trainer looks for the ranks there."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: asdict(value) if is_dataclass(value) else value for name, value in vars(self).items()}  # type: ignore[arg-type]
+        return {n: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for n, v in vars(self).items()}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict())
@@ -323,10 +323,11 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
         return self.megafx.call(args, kwargs)
 
     # torch.compile round the user's loop takes the call as it is: it runs a graph already.
-    forward = torch.compiler.disable(forward, reason="a model that megafx has parallelized runs a graph of its own")
-    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    reason = "a model that megafx has parallelized runs a graph of its own"
+    eager: Any = torch.compiler.disable(forward, reason=reason)
+    eager.__signature__ = inspect.signature(original.forward)
     bases = (Parallel, _Pretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    namespace = {"forward": eager, "__module__": original.__module__, "__qualname__": original.__qualname__}
 
     class OfUsersClass(type(original)):  # type: ignore[misc]  # a metaclass that is computed
         """`type(model).calls += 1` is of the user's class, as its methods mean it."""

@@ -35,6 +35,7 @@ _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_meta")]
     + [getattr(torch.Tensor, name) for name in (*_QUERIES, *_CHECKS)]
 )
+_DATA: Any = torch.Tensor.data  # a descriptor of C
 # What autograd keeps of a tensor object: of the lazy tensor itself.
 _OF_AUTOGRAD = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("grad", "retains_grad", "output_nr", "_backward_hooks")]
@@ -87,8 +88,7 @@ class LazyTensor(torch.Tensor):
         if func in _METADATA or func in _OF_AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-        if func in (torch.Tensor.detach, torch.detach, data) and isinstance(args[0], LazyTensor):
+        if func in (torch.Tensor.detach, torch.detach, _DATA.__get__) and isinstance(args[0], LazyTensor):
             return LazyTensor(args[0].shape, args[0].dtype, args[0].device, args[0]._make)
         dtype = _CASTS.get(func) or _cast_of(func, args, kwargs)
         if dtype is not None:
@@ -97,13 +97,13 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = torch.utils._pytree.tree_map(_whole, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares no name
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, made whole on first use)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

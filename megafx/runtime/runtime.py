@@ -243,7 +243,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def _with_others(self, what: str) -> Iterator[None]:
-        """Where a rank is lost because calls differ, that is said."""
+        """Explain the loss of a rank where calls of ranks differ."""
         try:
             with stopping_with_others(what):
                 yield

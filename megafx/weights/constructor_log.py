@@ -48,22 +48,18 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class LogEntry:
-    """Operation `number` of the log. Tensors in args and kwargs are Refs; those made before the constructor ran are real.
-
-    reads, writes: storages; overwrites: those written completely, without being read. generator: what it draws from;
-    seeded: the state that this generator was set to since its previous draw.
-    """
+    """Operation `number` of the log. Tensors in args and kwargs are Refs; those made before the constructor ran are real."""
 
     number: int
     func: Any
     args: Any
     kwargs: Any
     outputs: tuple[Ref | None, ...]
-    reads: frozenset[Storage]
+    reads: frozenset[Storage]  # reads, writes: storages
     writes: frozenset[Storage]
-    overwrites: frozenset[Storage]
-    generator: torch.Generator | None = None
-    seeded: torch.Tensor | None = None
+    overwrites: frozenset[Storage]  # those written completely, without being read
+    generator: torch.Generator | None = None  # what it draws from
+    seeded: torch.Tensor | None = None  # the state that this generator was set to since its previous draw
 
 
 @dataclass

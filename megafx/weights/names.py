@@ -22,19 +22,14 @@ from megafx.weights.state import Stored
 
 @dataclass
 class Sources:
-    """Where the values of a model's tensors are.
+    """Where the values of a model's tensors are."""
 
-    direct: name in the model -> name in the files. converted: groups of tensors that are made together. unexpected: names in
-    the files that the model does not have. optional: whether a name of the model may be missing. rules: how names were matched,
-    for errors. transforms: those of transformers that renamed something.
-    """
-
-    direct: dict[str, str] = field(default_factory=dict)
-    converted: list[Conversion] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    optional: Callable[[str], bool] = lambda name: False
-    rules: str = "the names of the model's state dict"
-    transforms: list[Any] | None = None
+    direct: dict[str, str] = field(default_factory=dict)  # name in the model -> name in the files
+    converted: list[Conversion] = field(default_factory=list)  # groups of tensors that are made together
+    unexpected: list[str] = field(default_factory=list)  # names in the files that the model does not have
+    optional: Callable[[str], bool] = lambda name: False  # whether a name of the model may be missing
+    rules: str = "the names of the model's state dict"  # how names were matched, for errors
+    transforms: list[Any] | None = None  # those of transformers that renamed something
 
 
 @dataclass
@@ -175,5 +170,5 @@ def _converted(group: Conversion, kept: Mapping[str, Stored], rename: Callable[[
     about = {name: (kept[name].tensor.shape, kept[name].tensor.dtype) for name in names}
     made = group.make(lambda name: torch.empty(about[name][0], dtype=about[name][1], device="meta"))
     entries = [(rename(name), x.dtype, tuple(x.shape)) for name, x in made.items()]
-    make = lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]  # noqa: E731
+    make = lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]
     return Saving(names, entries, make)

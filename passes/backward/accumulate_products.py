@@ -10,22 +10,19 @@ Legal because: addmm is the sum; both products are used nowhere else.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
-from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
+from megafx.kernels.products_fp32 import SUMS
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
 aten = torch.ops.aten
 # Product -> what adds it to something.
-SUMS: dict[Any, Any] = {aten.mm.default: aten.addmm.default, mm_fp32: addmm_fp32}
 
 
 def accumulate_products(program: Program, planner: Planner) -> int:

@@ -279,7 +279,7 @@ def _reroot_sizes(program: Program) -> None:
         if not node.meta[VAL].node.expr.free_symbols <= known:
             continue  # depends on data
         size = emit(program.sizes.of(node.meta[VAL]))
-        for user in [u for u in node.users if u not in found]:  # a size at the top may stand before `size`
+        for user in [u for u in node.users if u not in found]:  # a size at the top may be before `size`
             user.args, user.kwargs = _replaced(user.args, node, size), _replaced(user.kwargs, node, size)
 
 

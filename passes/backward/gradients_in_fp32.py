@@ -61,7 +61,7 @@ class _Widen:
     def __init__(self, program: Program, products: bool) -> None:
         self.program, self.products = program, products
         self.made: dict[fx.Node, fx.Node] = {}
-        self.changed: set[fx.Node] = set()  # nodes that are fp32 now where they stand
+        self.changed: set[fx.Node] = set()  # nodes that are fp32 now
 
     def __call__(self, node: fx.Node) -> fx.Node:
         if node not in self.made:
@@ -136,7 +136,7 @@ class _Widen:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """Where what reads the node may stand first."""
+    """The first place where readers of the node may be."""
     found = node.next
     while found.op == "placeholder":
         found = found.next

@@ -6,8 +6,8 @@ wanted); what autograd dispatches follows from these and from the forms of the g
 leaves, node by node. A node of a kind that is known gets a copy of the traced nodes, on its own operands.
 
 The order is autograd's, which runs the functions of the last op first and adds each gradient to those that came before it.
-What has come to an operand already is part of the trace, as a gradient of the operand itself: so several functions of one node
-add to it one after the other.
+The gradient that an operand already has is part of the trace, as a gradient of the operand itself: so several functions of one
+node add to it one after the other.
 """
 
 from __future__ import annotations
@@ -34,17 +34,13 @@ _PLAIN = (type(None), bool, int, str, torch.dtype, torch.device, torch.layout, t
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph that is traced.
+    """A tensor of the graph that is traced."""
 
-    node: None for a constant. like: a tensor of its form. form: equal for values of which ops make the same. tensor: by which
-    ops are traced on it, for autograd a leaf; None until one is.
-    """
-
-    node: fx.Node | None
-    like: Tensor
-    form: Hashable
+    node: fx.Node | None  # None for a constant
+    like: Tensor  # a tensor of its form
+    form: Hashable  # equal for values of which ops make the same
     requires_grad: bool = False
-    tensor: Tensor | None = None
+    tensor: Tensor | None = None  # by which ops are traced on it, for autograd a leaf; None until one is
 
 
 @dataclass
@@ -61,31 +57,25 @@ class _Traced:
 
 @dataclass
 class _Kind:
-    """A kind of node, as it was traced first. nodes, given, results: as in `Call`.
-
-    backwards: kind of gradients -> the nodes, and the gradients of the operands that want one.
-    """
+    """A kind of node, as it was traced first."""
 
     traced: _Traced
-    nodes: list[fx.Node | None]
+    nodes: list[fx.Node | None]  # nodes, given, results: as in `Call`
     given: list[Value]
     results: Any
+    # kind of gradients -> the nodes, and the gradients of the operands that want one
     backwards: dict[Hashable, tuple[_Traced, list[Value | None]]] = field(default_factory=dict)
 
 
 @dataclass
 class _Call:
-    """A node of the forward graph.
-
-    nodes: those of its operands, and those that it became, in the order of its kind. given: its operands, each once. results:
-    what it returned, tensors as `Value`.
-    """
+    """A node of the forward graph."""
 
     origin: fx.Node
     kind: _Kind
-    nodes: list[fx.Node | None]
-    given: list[Value]
-    results: Any
+    nodes: list[fx.Node | None]  # those of its operands, and those that it became, in the order of its kind
+    given: list[Value]  # its operands, each once
+    results: Any  # what it returned, tensors as `Value`
 
 
 class NodeGradients:

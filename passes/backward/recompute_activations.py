@@ -6,7 +6,7 @@ After:   %y = glu(%gate, %up), %dy = mm(%g, %w)
          %d = glu_backward(%dy, %gate, %up, True), %dw = mm(t(%g), %d[2])
 Legal because: the kernel reads gate and up anyway, and computes the same bits; what read y in backward comes after it.
 
-Views of the output and what masks its padding are made again with it. It saves the largest activation of a layer (ffn width)
+Views of the output and what masks its padding are recomputed with it. It saves the largest activation of a layer (ffn width)
 for one more write in backward. Left as they are: outputs that the user
 gets, and those that something needs before their own gradient is known.
 """
@@ -27,7 +27,7 @@ NAME = "recompute_activations"
 
 
 def recompute_activations(program: Program, planner: Planner) -> int:
-    """Return the number of outputs that backward makes again: of ops that are the `recompute` fact of their gradient."""
+    """Return the number of outputs that backward recomputes: of ops that are the `recompute` fact of their gradient."""
     if not planner.config.recompute_activation_func:
         return 0
     makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
@@ -67,7 +67,7 @@ def _recompute(program: Program, output: fx.Node) -> bool:
 
 def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
-    wanted = (*output.args, False)  # the last argument: whether the output is made again
+    wanted = (*output.args, False)  # the last argument: whether the output is recomputed
     users = output.all_input_nodes[0].users
     alike = (u for u in users if facts_of(u.target).recompute == op_name(output) and u.args[1:] == wanted)
     return next(alike, None)

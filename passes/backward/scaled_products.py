@@ -12,7 +12,7 @@ After:   %a = transition(fp8_amax(%s), M -> R)                       # the large
 Legal because: the user asked for the rounding. It is the same at every degree: scales are maxima, whose order does not matter,
 a cast is elementwise, so that a gather of casts is the cast of a gather, and what is summed is as wide as without FP8.
 
-Each value is cast once for each way of scaling, whoever reads it. Weights, outputs of activations that backward makes again,
+Each value is cast once for each way of scaling, whoever reads it. Weights, outputs of activations that backward recomputes,
 and values that backward reads as they are too, are cast once in forward and once in backward: a copy that is kept would take a
 byte of each element. 'tensorwise': one scale a matrix. 'rowwise': one for each row along the summed dim, so that products read
 each operand with two sets of scales.
@@ -263,7 +263,7 @@ class _Scaler(Maxima):
     def cast_here(
         self, value: fx.Node, placement: Placement, kept: int, before: fx.Node, turned: bool | None = None
     ) -> _Cast:
-        """A forward value in FP8 for one product, in front of it: made again in backward, which then keeps nothing for it.
+        """A forward value in FP8 for one product, in front of it: recomputed in backward, for which nothing is then kept.
 
         turned: transposed, as products of backward read it.
         """
@@ -403,17 +403,17 @@ class _Scaler(Maxima):
 
     def say(self) -> None:
         """Notes on what runs in FP8 and what does not, like linears together."""
-        said: Counter[tuple[str, str]] = Counter()
+        texts: Counter[tuple[str, str]] = Counter()
         first: dict[tuple[str, str], fx.Node] = {}
         for linear in self.found:
             text = f"left in {_name(linear.product)}: {linear.kept}" if linear.kept else self._what(linear)
             key = fold(fqn_of(linear.product)), text
-            said[key] += 1
+            texts[key] += 1
             first.setdefault(key, linear.product)
         for head in self.found_heads:
             product = head.nodes[0]
             text = f"left in {_name(product)}: {head.kept}" if head.kept else self._what(head)
-            said[fold(fqn_of(product)), text] += 1
+            texts[fold(fqn_of(product)), text] += 1
             first.setdefault((fold(fqn_of(product)), text), product)
         for node in self.program.graph.nodes:
             if (
@@ -424,9 +424,9 @@ class _Scaler(Maxima):
                 and self._reads_weight(node)
             ):
                 key = fold(fqn_of(node)), f"left in {_name(node)}: {op_name(node)} has no form in FP8"
-                said[key] += 1
+                texts[key] += 1
                 first.setdefault(key, node)
-        for key, count in said.items():
+        for key, count in texts.items():
             self.program.note("fp8", key[1] + (f"; {count} alike" if count > 1 else ""), first[key])
 
     def _reads_weight(self, node: fx.Node) -> bool:

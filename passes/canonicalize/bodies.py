@@ -149,7 +149,7 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
     for n in operands:
         if n in attempt and (n, attempt[n]) not in mode.casts:
             mode.casts[n, attempt[n]] = editor.at(node)(aten.to.dtype, n, attempt[n])
-    cast = lambda n: mode.casts[n, attempt[n]] if n in attempt else n  # noqa: E731
+    cast = lambda n: mode.casts[n, attempt[n]] if n in attempt else n
     node.args, node.kwargs = fx.node.map_arg(node.args, cast), fx.node.map_arg(node.kwargs, cast)
 
 

@@ -148,7 +148,7 @@ def _merge_duplicates(editor: Editor) -> int:
 
 
 def _frozen(args: Any) -> Any:
-    """A hashable form that tells 1 from 1.0 and True."""
+    """A hashable form in which 1, 1.0 and True differ."""
     if isinstance(args, (list, tuple)):
         return tuple(_frozen(a) for a in args)
     if isinstance(args, dict):

@@ -210,7 +210,7 @@ class _Functionalizer:
         if not plain or not str(schema.name).startswith("aten::"):
             return
         emit = self.editor.at(node)
-        read = lambda x: fx.node.map_arg(x, lambda n: self._read(n, node))  # noqa: E731
+        read = lambda x: fx.node.map_arg(x, lambda n: self._read(n, node))
         value = emit(plain[0], *read(node.args), **read({k: v for k, v in node.kwargs.items() if k != "out"}))
         if not self.editor.same_shape(value.meta[VAL], out.meta[VAL]):  # `out` would be resized
             return
@@ -340,7 +340,7 @@ _MAX_NORM = (
 )
 
 
-# -- writes that no schema tells
+# -- writes that no schema declares
 
 
 @on("embedding embedding_bag embedding_bag.padding_idx")

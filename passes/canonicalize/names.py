@@ -3,7 +3,7 @@
 Before:  %y = multiply(%a, %b); %z = clone(%y); %o = ones_like(%z)
 After:   %y = mul(%a, %b); %o = full([batch, 8], 1, dtype=..., device=...)
 Legal because: torch defines the one by the other, with the same arguments; in a functional graph a copy, or a view of the same
-elements, is the same value. New tensors say size and dtype themselves: the example of another value may come to be sharded, and
+elements, is the same value. New tensors get size and dtype as arguments: the example of another value may be sharded later, and
 the process's default dtype is no part of the model. Grouped matmuls, torch's and transformers' stand-in, are megafx.grouped_mm.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import ASSERTS, COPIES, MASKS, argument, aten_ops, replace
+from megafx.ir.nodes import ASSERTS, COPIES, MASKS, NUMBERS, argument, aten_ops, replace
 from megafx.ir.program import VAL
 from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
 from megafx.passes.canonicalize.editor import Editor, is_tensor, on, respell
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 # They look at how operands lie in memory.
 _READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided as_strided_copy as_strided_scatter")
 _OWN_MEMORY = aten_ops("clone")  # their result is never their operand
-_NUMBERS = aten_ops("item _local_scalar_dense sym_storage_offset")  # read from tensors
+_NUMBERS = NUMBERS | aten_ops("sym_storage_offset")
 
 
 def erase_asserts(editor: Editor) -> int:
@@ -103,8 +103,7 @@ def expand_of_broadcast(editor: Editor, node: fx.Node) -> bool:
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return False
-    operands = source.args[0]
-    operand, value = operands[node.args[1]], node.meta[VAL]
+    operand, value = source.args[0][node.args[1]], node.meta[VAL]
     if editor.same_shape(operand.meta[VAL], value):
         return replace(node, operand)
     return replace(node, editor.at(node)(aten.expand.default, operand, editor.shape(value)))

@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from megafx.ir.call_spec import FUNCTION_NAMES, OutputLeaf
-from megafx.ir.nodes import aten_ops
+from megafx.ir.nodes import NUMBERS
 from megafx.ir.program import VAL, Output
 from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.passes.canonicalize.editor import Editor
 
 aten = torch.ops.aten
-_NUMBERS = aten_ops("item _local_scalar_dense")
 
 
 def numbers_behind_the_graph(editor: Editor) -> int:
@@ -59,7 +58,7 @@ def _computed_of_numbers(graph: fx.Graph) -> set[fx.Node]:
             found.add(node)
         if node.op == "call_function" and not isinstance(node.meta.get(VAL), torch.Tensor):
             known = node.target in FUNCTION_NAMES and not found.isdisjoint(node.all_input_nodes)
-            if known or node.target in _NUMBERS:
+            if known or node.target in NUMBERS:
                 found.add(node)
     return found
 
@@ -82,7 +81,7 @@ class _Leaving:
         """How a number is computed (`OutputLeaf`). output: what it was an output as, plain: as it was read."""
         if node not in self.computed:  # a size
             return ("of", self._known(node, output, False))
-        if node.target in _NUMBERS:
+        if node.target in NUMBERS:
             (tensor,) = node.all_input_nodes
             if tensor.target is OF_NUMBERS:
                 return ("call", f"math.{tensor.args[0]}", *map(lambda x: self._operand(x, output), tensor.args[1:]))

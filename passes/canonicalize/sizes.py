@@ -42,7 +42,7 @@ import megafx.kernels.lengths
 import megafx.kernels.nonzero  # noqa: F401  registers the ops
 from megafx.errors import CaptureError, in_part, or_leave_eager
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
-from megafx.ir.nodes import MASKS, argument, aten_ops, replace
+from megafx.ir.nodes import MASKS, NUMBERS, argument, aten_ops, replace
 from megafx.ir.program import VAL, Builder, Output, fqn_of, located, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.ops.eager_call import name_sizes
@@ -60,7 +60,6 @@ _UNKNOWN = 128  # what is priced for a number of which nothing is known
 _CHOICES = aten_ops("topk sort sort.stable max.dim")  # of several results
 _ORDERS = aten_ops("argmax argsort argsort.stable")
 _FAR = 64  # values looked at behind a mask: it is an estimate
-_NUMBERS = aten_ops("item _local_scalar_dense")  # refused later
 _OF_SOME_ROWS = aten_ops(
     "mean mean.dim var var.dim var.correction std std.dim std.correction var_mean var_mean.dim var_mean.correction std_mean "
     "std_mean.dim std_mean.correction amax amin aminmax max max.dim min min.dim median median.dim argmax argmin logsumexp"
@@ -88,7 +87,7 @@ def name_sizes_of_data(editor: Editor) -> int:
     for node in nodes:
         if node.target is aten.slice.Tensor:
             _follow_slice(env, node, makers.get(node, []))
-    env.rely({s for n, made in makers.items() if n.target not in (*_NUMBERS, *_REPEATS, eager_call) for s in made})
+    env.rely({s for n, made in makers.items() if n.target not in (*NUMBERS, *_REPEATS, eager_call) for s in made})
     count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n in makers or n.target in _WRITES)
     if count:
         env.name({s: str(selecting.same.get(s, s)) for made in makers.values() for s in made})
@@ -179,7 +178,7 @@ def _with_sizes(editor: Editor, env: DataShapeEnv, value: Any) -> Any:
 def _try_with_hints(editor: Editor, env: DataShapeEnv, node: fx.Node) -> None:
     """Refuse an op whose fake is another at sizes with hints than in the trace: passes compute it on such fakes."""
     value = node.meta[VAL]
-    if node.target in _NUMBERS or _unbacked(node, env):
+    if node.target in NUMBERS or _unbacked(node, env):
         return  # the latter are refused where their sizes are used
     try:
         recompute_val(editor.program, node)
@@ -246,7 +245,7 @@ class _Selecting:
         self.found: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> bool:
-        if node.target in _NUMBERS:
+        if node.target in NUMBERS:
             for symbol in self.makers.get(node, ()):
                 self.editor.at(node)(length, node.args[0], str(symbol))
             return node in self.makers
@@ -323,9 +322,8 @@ class _Selecting:
 
     def _name_results(self, node: fx.Node) -> bool:
         """The sizes of the results of an eager module that its code decides."""
-        of_symbol = lambda s: str(self.same.get(s, s))  # noqa: E731
-        key = node.args[4]
-        name_sizes(key, [[getattr(n, "node", n) for n in x.shape] for x in node.meta[VAL][2:]], of_symbol)
+        of_symbol = lambda s: str(self.same.get(s, s))
+        name_sizes(node.args[4], [[getattr(n, "node", n) for n in x.shape] for x in node.meta[VAL][2:]], of_symbol)
         for symbol in self.makers[node]:
             self.env.row_count(of_symbol(symbol))
         return True
@@ -353,8 +351,7 @@ class _Selecting:
         return [self.editor.at(where)(aten.select.int, found, 1, i) for i in indices]
 
     def _masked_select(self, node: fx.Node) -> bool:
-        operands = node.args
-        x, mask = operands
+        x, mask = node.args
         emit = self.editor.at(node)
         both: Any = torch.broadcast_shapes(x.meta[VAL].shape, mask.meta[VAL].shape)
         shape = [self.editor.arg(n) for n in both]
@@ -369,8 +366,7 @@ class _Selecting:
     def _indices(self, node: fx.Node, size: Any) -> list[Any]:
         """The indices with a column of rows for each dim of each mask."""
         made: list[Any] = []
-        indices = node.args[1]
-        for a in indices:
+        for a in node.args[1]:
             mask = a is not None and a.meta[VAL].dtype in MASKS
             made += self._columns(node, a, size, range(a.meta[VAL].dim())) if mask else [a]
         return made
@@ -482,7 +478,7 @@ def refuse_numbers_from_data(editor: Editor) -> None:
                     **located(node),
                 )
             )
-        if node.op == "call_function" and node.target in _NUMBERS:
+        if node.op == "call_function" and node.target in NUMBERS:
             raise in_part(
                 CaptureError(
                     "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)",

@@ -59,7 +59,7 @@ def one_spelling_of_transpose(editor: Editor, node: fx.Node) -> bool:
 
 @on("view_as_complex")
 def memory_of_complex(editor: Editor, node: fx.Node) -> bool:
-    """view_as_complex(x) -> view_as_complex(clone(x)): it wants pairs that lie evenly; x may come to be part of a product."""
+    """view_as_complex(x) -> view_as_complex(clone(x)): it needs evenly strided pairs, and x may become part of a product."""
     pairs = node.args[0]
     if pairs.target is aten.clone.default:
         return False
@@ -205,8 +205,7 @@ def index_that_counts(editor: Editor, node: fx.Node) -> bool:
 
     A number of each row would not be that of a data-parallel rank's rows. transformers writes masks and pooling so.
     """
-    args = node.args
-    x, indices = args[:2]
+    x, indices = node.args[:2]
     if not indices or not all(is_tensor(i) and i.meta[VAL].dtype == torch.int64 for i in indices):
         return False
     sizes, given = x.meta[VAL].shape, [i.meta[VAL] for i in indices]

@@ -1,4 +1,4 @@
-"""Backward that adds to gradients of earlier calls: they come in as further inputs, and products add to them where they stand.
+"""Backward that adds to gradients of earlier calls: they come in as further inputs, and products add to them in place.
 
 Before:  %dw = mm_fp32(t(%dy), %x)
          return ..., %dw
@@ -12,21 +12,18 @@ Only in the further backward graphs of a call (`Planner.gradients`): sums that `
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from megafx.ir.nodes import BACKWARD, in_backward
 from megafx.ir.program import PHASE, VAL, Builder, Input, Phase, Program
-from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
+from megafx.kernels.products_fp32 import SUMS
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "add_pending"
 aten = torch.ops.aten
 # Product -> what adds it to something.
-SUMS: dict[Any, Any] = {aten.mm.default: aten.addmm.default, mm_fp32: addmm_fp32}
 
 
 def add_pending(program: Program, planner: Planner) -> int:

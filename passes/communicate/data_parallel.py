@@ -90,7 +90,7 @@ class _Adder:
     # -- gradients of parameters
 
     def reduce_gradients(self) -> None:
-        """The results that show the base of a bucket's gradients come to show its sum."""
+        """Make gradients views of the reduced bucket."""
         output = self.program.output_node()
         for bucket in self._buckets():
             if self._of_experts(bucket[0]) and self.data.alike == 1:

@@ -79,8 +79,7 @@ class _Cast:
 class _Gather:
     def __init__(self, program: Program, start: fx.Node) -> None:
         self.program, self.start = program, start
-        args = start.args
-        self.shards, self.ranks, self.axis = args
+        self.shards, self.ranks, self.axis = start.args
         (self.wait,) = start.users
         self.build = Builder(program, start, start, NAME)
 
@@ -100,8 +99,7 @@ class _Gather:
 
     def _weight(self, view: fx.Node) -> _Weight | None:
         """None where something else than a cast reads it."""
-        part = view.args[0]
-        _, _, at, end = part.args
+        _, _, at, end = view.args[0].args
         places = starts([s.meta[VAL].shape for s in self.shards], self.ranks)
         shards = [s for s, place in zip(self.shards, places, strict=False) if at <= place < end]
         largest = [n for n in view.users if n.target is amax]
@@ -125,8 +123,7 @@ class _Gather:
             largest |= self._largest(weight, whole)
         made: dict[Any, _Cast] = {}
         for old in weight.casts:
-            args = old.args
-            found, kept, *how = args[1:5]
+            found, kept, *how = old.args[1:5]
             key = (found, kept, *how)
             if key not in made:
                 q, scale = [], []
@@ -169,7 +166,7 @@ class _Gather:
         return int(rows)
 
     def _made(self, target: Any, *args: Any) -> fx.Node:
-        """A node that backward makes again."""
+        """A node that backward recomputes."""
         node = self.build(target, *args)
         node.meta.pop(PHASE, None)
         node.meta[RECOMPUTE] = True

@@ -64,7 +64,7 @@ def gather_parameters(program: Program, planner: Planner) -> int:
             _gather(program, region, uses, params, before or region.first, data.form == FSDP)
             count += 1
         before = region.first
-    if data.form == FSDP:  # a cast of a gathered parameter (autocast's) is made again in backward, as the parameter is
+    if data.form == FSDP:  # a cast of a gathered parameter (autocast's) is recomputed in backward, as the parameter is
         for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
             if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
                 node.meta[RECOMPUTE] = True

@@ -138,8 +138,7 @@ def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: di
 def _cast_of(operand: fx.Node) -> fx.Node:
     operand = storage_of(operand)
     if operand.target is operator.getitem:
-        made = operand.args[0]
-        operand = made
+        operand = operand.args[0]
     return operand
 
 
@@ -259,7 +258,7 @@ class _Order:
 
 def _earliest(nodes: list[fx.Node], collectives: list[_Collective]) -> list[int]:
     """The position in `nodes` before which a start does not come: one product before its own, where its operands were
-    ready long before. Its result would take memory for nothing. Gathers of parameters stand where they are to start."""
+    ready long before. Its result would take memory for nothing. Gathers of parameters are where they are to start."""
     position = {n: i for i, n in enumerate(nodes)}
     products = [i for i, n in enumerate(nodes) if is_product(n)]
     earliest = []

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.nodes import aten_ops, behind, is_draw
+from megafx.ir.nodes import PASS_ON, aten_ops, behind, is_draw
 from megafx.ir.program import VAL, Builder, Program, fqn_of, tensors_of
 from megafx.ir.sizes import SizeEmitter
-from megafx.passes.experts.expert_parts import NAME, SAME, OwnExperts, keeps_experts
+from megafx.passes.experts.expert_parts import NAME, OwnExperts, keeps_experts
 from megafx.placements.data_axis import BATCH_AXIS, EXPERT_AXIS
 from megafx.placements.types import Layout, Placement, S
 from megafx.rules.strategies import Operand, OpRule, rule_for
@@ -126,7 +126,7 @@ class _Batches:
                     for f in x.factors
                     if f is not None and f[0] != "(" and f not in weight.factors and f in rule.result
                 ]
-                if rows and not self._is_weight(x.node) and behind(x.node, SAME).target is not aten.expand.default:
+                if rows and not self._is_weight(x.node) and behind(x.node, PASS_ON).target is not aten.expand.default:
                     return str(weight.factors[0]), rows[0]
         return None
 
@@ -146,8 +146,7 @@ class _Batches:
         for operand in value.rule.operands:
             given[operand.node] = self._operand(operand, value, node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: given.get(a, a))
-        target = node.target
-        return build(target, *args, **kwargs)
+        return build(node.target, *args, **kwargs)
 
     def _operand(self, operand: Operand, value: _Value, node: fx.Node) -> fx.Node:
         x = operand.node

@@ -35,7 +35,7 @@ from torch import fx
 from megafx.analysis.communication import exchanged_bytes
 from megafx.errors import PlanError
 from megafx.ir.contracts import is_transition
-from megafx.ir.nodes import CASTS, COPIES, argument, behind, op_name, replace
+from megafx.ir.nodes import PASS_ON, argument, behind, op_name, replace
 from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located, tensors_of
 from megafx.ir.sizes import RowCount, SizeEmitter
 from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
@@ -49,8 +49,7 @@ from megafx.units import bytes_text
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 aten, ops = torch.ops.aten, torch.ops.megafx
-_SAME = COPIES | CASTS | {aten.detach.default}
-_VIEWED = _SAME | {aten.transpose.int, aten.permute.default}
+_VIEWED = PASS_ON | {aten.transpose.int, aten.permute.default}
 _SMALL = 4  # elements of a row that may travel so that its sum can be made where it is computed
 
 
@@ -97,8 +96,7 @@ class _Mixture:
 
     def __init__(self, program: Program, order: fx.Node, own: OwnExperts) -> None:
         self.program, self.order, self.own = program, order, own
-        given = order.args
-        self.ids, self.experts = given
+        self.ids, self.experts = order.args
         self.rows = program.sizes.shape(order.meta[VAL])[0]
         self.sorted: dict[fx.Node, None] = {}
         self.products: list[fx.Node] = []
@@ -123,8 +121,7 @@ class _Mixture:
 
     def _taken(self, node: fx.Node) -> tuple[fx.Node, int]:
         """(the value whose rows a node takes in the order of experts, how many rows in turn are of the same row of it)."""
-        args = node.args
-        source, _, times = args
+        source, _, times = node.args
         before = source.args[0] if source.target is aten.repeat_interleave.self_int and times == 1 else None
         if before is not None and argument(source, "dim") == 0:
             return before, self.rows // self.program.sizes.shape(before.meta[VAL])[0]
@@ -149,7 +146,7 @@ class _Mixture:
             source, by = args[0], args[2]
         else:
             return False
-        by = behind(by, _SAME | {aten.clamp.default})
+        by = behind(by, PASS_ON | {aten.clamp.default})
         of_rows = by.target is ops.group_rows.default and by.args[:2] == (self.ids, self.order)
         return bool(of_rows and source not in self.sorted and source.meta[VAL].shape[0] == self.experts)
 

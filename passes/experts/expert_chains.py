@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.experts import rows_added
-from megafx.ir.nodes import CASTS, COPIES, argument, behind, is_draw, mark, op_name
+from megafx.ir.nodes import PASS_ON, argument, behind, is_draw, mark, op_name
 from megafx.ir.program import PLACEMENT, VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.kernels import nonzero  # noqa: F401  registers the ops
@@ -98,7 +98,7 @@ def _chosen_once(mask: fx.Node) -> bool:
     """True if a row of the mask [rows, choices] has at most one place: where topk has chosen one expert."""
     if mask.target in (aten.bitwise_and.Tensor, aten.logical_and.default):
         return any(map(_chosen_once, mask.all_input_nodes))
-    ids: Any = behind(mask.args[0], COPIES | CASTS | {aten.detach.default}) if mask.target is aten.eq.Scalar else None
+    ids: Any = behind(mask.args[0], PASS_ON) if mask.target is aten.eq.Scalar else None
     if ids is None or ids.target is not operator.getitem or ids.args[1] != 1 or ids.meta[VAL].dim() != 2:
         return False
     return op_name(ids.args[0]) == "topk" and argument(ids.args[0], "dim") in (-1, 1)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import CASTS, COPIES, op_name
+from megafx.ir.nodes import PASS_ON, op_name
 from megafx.ir.program import VAL, Builder, Program
 from megafx.placements.data_axis import EXPERT_AXIS
 from megafx.placements.types import Layout, R, experts_held
 
 NAME = "dispatch_experts"  # of the pass that makes the nodes
 aten, ops = torch.ops.aten, torch.ops.megafx
-SAME = COPIES | CASTS | {aten.detach.default}
 
 
 class OwnExperts:
@@ -103,4 +102,4 @@ def keeps_experts(node: fx.Node) -> bool:
         return 0 not in (args[1] % n, args[2] % n)
     if node.target is aten.permute.default:
         return bool(args[1][0] == 0)
-    return node.target in SAME and isinstance(args[0], fx.Node)
+    return node.target in PASS_ON and isinstance(args[0], fx.Node)

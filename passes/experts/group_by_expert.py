@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.nodes import CASTS, COPIES, argument, behind, is_draw, op_name
+from megafx.ir.nodes import PASS_ON, argument, behind, is_draw, op_name
 from megafx.ir.program import VAL, Builder, Phase, Program, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import group_rows as _defines_the_ops  # noqa: F401
@@ -46,7 +46,6 @@ from megafx.rules.strategies import OpRule, rule_for
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "group_by_expert"
 aten, ops = torch.ops.aten, torch.ops.megafx
-_SAME = COPIES | CASTS | {aten.detach.default}
 
 
 def group_by_expert(program: Program, planner: Planner) -> int:
@@ -120,8 +119,7 @@ class _Mixture:
         """Grouped products whose groups are counted by these ids."""
         found = []
         for node in self.program.graph.find_nodes(op="call_function", target=GROUPED):
-            args = node.args
-            _, weight, ends = args
+            _, weight, ends = node.args
             counted = counted_ids(ends, int(weight.meta[VAL].shape[0]))
             if same_elements(counted, self.unsorted) or self._sorted_here(counted):
                 found.append(node)
@@ -129,7 +127,7 @@ class _Mixture:
 
     def _sorted_here(self, ids: Any) -> bool:
         """True if these are the ids in the order of this sort."""
-        ids = behind(ids, _SAME)
+        ids = behind(ids, PASS_ON)
         if not isinstance(ids, fx.Node):
             return False
         if ids.target is operator.getitem:
@@ -138,7 +136,7 @@ class _Mixture:
         return order is not None and self._is_order(order) and same_elements(source, self.unsorted)
 
     def _is_order(self, node: Any) -> bool:
-        node = behind(node, _SAME)
+        node = behind(node, PASS_ON)
         return node is self.sort if "argsort" in op_name(self.sort) else getattr(node, "args", ()) == (self.sort, 1)
 
     def _counts(self) -> set[fx.Node]:
@@ -183,7 +181,7 @@ class _Mixture:
             else:
                 self.orders[node] = 1
             return
-        if node.target in _SAME and args[0] in self.orders:
+        if node.target in PASS_ON and args[0] in self.orders:
             self.orders[node] = self.orders[args[0]]
             return
         if args and args[0] in self.orders and (times := self._divided(node)):
@@ -236,18 +234,18 @@ class _Mixture:
 
     def _repeats(self, value: Any) -> int:
         """k where a value is 0, .., 0, 1, .., 1, 2, ..: each number k times; else 0."""
-        value = behind(value, _SAME)
+        value = behind(value, PASS_ON)
         shape = self.program.sizes.shape(value.meta[VAL])
         if not isinstance(value, fx.Node) or shape != (self.rows,):
             return 0
         if self._counts_up(value):
             return 1
-        source: Any = behind(value.args[0], _SAME) if value.args else None
+        source: Any = behind(value.args[0], PASS_ON) if value.args else None
         if value.target is aten.repeat_interleave.self_int and self._counts_up(source):
             return self.rows // self.program.sizes.shape(source.meta[VAL])[0]
         if str(value.target) in VIEWS and isinstance(source, fx.Node) and source.target is aten.expand.default:
-            column = behind(source.args[0], _SAME)
-            numbers: Any = behind(column.args[0], _SAME) if str(column.target) in VIEWS else None
+            column = behind(source.args[0], PASS_ON)
+            numbers: Any = behind(column.args[0], PASS_ON) if str(column.target) in VIEWS else None
             one = self.program.sizes.shape(column.meta[VAL])[1:] == (1,)
             if one and self._counts_up(numbers):
                 return self.rows // self.program.sizes.shape(numbers.meta[VAL])[0]
@@ -269,15 +267,13 @@ class _Mixture:
         return len(indices) == 1 and self.orders.get(indices[0]) == 1
 
     def _puts_back(self, node: fx.Node) -> bool:
-        args = node.args
-        into, indices, value, *_ = args
-        fresh = not argument(node, "accumulate") or op_name(behind(into, _SAME)) in ("zeros", "zeros_like")
+        into, indices, value, *_ = node.args
+        fresh = not argument(node, "accumulate") or op_name(behind(into, PASS_ON)) in ("zeros", "zeros_like")
         alike = self.program.sizes.shape(into.meta[VAL]) == self.program.sizes.shape(value.meta[VAL])
         return fresh and alike and self._whole(indices) and value in self.sorted and into not in self.sorted
 
     def _adds(self, node: fx.Node) -> bool:
-        args = node.args
-        into, dim, order, value = args[:4]
+        into, dim, order, value = node.args[:4]
         given = order in self.orders and value in self.sorted and into not in self.sorted
         if not given or dim != 0 or argument(node, "alpha") != 1:
             return False

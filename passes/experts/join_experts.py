@@ -6,7 +6,7 @@ After:   %z = grouped_mlp(%x, %starts, %ends, [%up], %down, %down_bias, [%up_bia
                           "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1")
          # starts: the ends of the experts before
 Legal because: it is the same formula. The planner then shards weights and biases over experts, and %z is partial.
-Between the products may stand whatever computes each row by itself (expert_units.py). Products with weights that are looked up
+Between the products may be any ops that compute each row by itself (expert_units.py). Products with weights that are looked up
 for each row become the same, on sorted rows.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
@@ -184,5 +184,5 @@ def _cheaper(products: list[Product], t: int, cut: bool) -> bool:
     *firsts, last = products
     first = sum(p.terms * p.width for p in firsts)
     again = 1 + first / (3 * (first + last.terms * last.width))
-    share = lambda n: -(-n // t) / n  # noqa: E731  of the busiest rank
+    share = lambda n: -(-n // t) / n  # of the busiest rank
     return bool(share(last.experts) * again < (share(last.terms) if cut else 1))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import CASTS, COPIES, behind, op_name
+from megafx.ir.nodes import CASTS, PASS_ON, behind, op_name
 from megafx.ir.program import VAL, Phase, Program, fqn_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
@@ -36,7 +36,6 @@ from megafx.planner.context import Planner
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "stack_lists"
 ops, aten = torch.ops.megafx, torch.ops.aten
-_SAME = COPIES | CASTS | {aten.detach.default}
 _EACH = -1  # a dim of rows that has one for each expert, beside the dims of the masks
 
 
@@ -152,7 +151,7 @@ class _Stacking(InStep):
             numbered = [m.args[1] for m in masks] == [*range(self.experts)]
             return ids[0] if numbered and chosen_among(ids[0]) == self.experts else None
         parts: Any = masks
-        while one_op(parts) and (parts[0].target in _SAME or _not_zero(parts[0])):
+        while one_op(parts) and (parts[0].target in PASS_ON or _not_zero(parts[0])):
             parts = tuple(p.args[0] for p in parts)
         if not one_op(parts) or parts[0].target is not aten.select.int or not is_one([p.args[0] for p in parts]):
             return None
@@ -161,11 +160,11 @@ class _Stacking(InStep):
             return None
         dims = [*range(source.meta[VAL].dim())]
         of_experts = dims[dim]
-        source = behind(source, _SAME)
+        source = behind(source, PASS_ON)
         while source.target in (aten.transpose.int, aten.permute.default) or _not_zero(source):
             if not _not_zero(source):
                 dims = _before(dims, source)
-            source = behind(source.args[0], _SAME)
+            source = behind(source.args[0], PASS_ON)
         if source.target is not aten.one_hot.default or source.args[1] != self.experts or dims[-1] != of_experts:
             return None
         left = [d - (d > of_experts) for d in dims[:-1]]

@@ -233,7 +233,7 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
         placement = value.meta.get(PLACEMENT) if value is not None else None
         fits = placement is None or (placement.is_shard and placement.dim == 0 if cut else placement.kind in "RI")
         if not fits:
-            raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
+            raise Refused(f"{name} (%{value}) is {placement}")
     _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
     inside = {node, stats, stats.args[0]} - set(head.chain)
     _alone(program, head, inside, lazy)

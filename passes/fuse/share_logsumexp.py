@@ -3,7 +3,7 @@
 Before:  %c = cross_entropy(%y, %target, lse=False); %z = logsumexp(%y, [-1])
 After:   %p = cross_entropy(%y, %target, lse=True); %c = select(%p, 0, 0); %z = select(%p, 0, 1)
 Legal because: the loss makes the log-sum-exp of every row on the way, of the same logits in fp32, and its backward adds the
-gradient of both in one pass. Views of rows and casts to fp32 may stand between the logits and either of the two.
+gradient of both in one pass. Views of rows and casts to fp32 may be between the logits and either of the two.
 
 Source of z-loss: coef * logsumexp(logits)**2, Chowdhery et al. 2022, 2204.02311, section 5.
 """

@@ -96,8 +96,7 @@ def _embedding(compute: Any) -> Any:
     """compute: `look_up` or `give_back` of ops/embedding_of_rank.py."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-        args = node.args
-        x, ids, padding_idx, layout, axis, t = args
+        x, ids, padding_idx, layout, axis, t = node.args
         made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)
         return made
 

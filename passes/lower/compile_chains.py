@@ -2,7 +2,7 @@
 
 Before:  %a = add(%x, %y); %b = silu(%a); %c = mul(%b, %z); %d = mm(view(%c), %w)
 After:   %r = chain(%x, %y, %z); %c = getitem(%r, 0); %d = mm(view(%c), %w)
-Legal because: a chain computes what its ops compute, and only other such ops, views and sizes stand between them: operands come
+Legal because: a chain computes what its ops compute, and only other such ops, views and sizes are between them: operands come
 before the chain, and readers after it.
 
 Products, attention, collectives, their pieces (overlap_products) and kernels of megafx stay calls of the graph, since Inductor
@@ -185,7 +185,7 @@ def _replace(program: Program, graph: fx.Graph, chain: ConnectedOps) -> None:
         outside = node not in inside or any(u not in inside or u in staying for u in node.users)
         if outside and not is_work(node):
             staying[node] = None
-    outer = lambda user: user not in inside or user in staying  # noqa: E731
+    outer = lambda user: user not in inside or user in staying
     working = [n for n in chain.working() if isinstance(n.meta[VAL], torch.Tensor)]
     results = [n for n in working if any(map(outer, n.users))]
     nodes = [n for n in chain.nodes if n in inside]
@@ -215,7 +215,7 @@ def _chain(program: Program, nodes: list[fx.Node], given: list[fx.Node], results
     named = _Names(program)
     operands = [named.operand(n.meta[VAL]) for n in given]
     index = {n: i for i, n in enumerate((*given, *nodes))}
-    places: Callable[[fx.Node], Any] = lambda n: fx.node.map_arg((n.args, n.kwargs), lambda x: _Place(index[x]))  # noqa: E731
+    places: Callable[[fx.Node], Any] = lambda n: fx.node.map_arg((n.args, n.kwargs), lambda x: _Place(index[x]))
     key = (*operands, *((n.target, repr(places(n))) for n in nodes), *(index[n] for n in results))
     if key not in _chains:
         graph, new = fx.Graph(), {}

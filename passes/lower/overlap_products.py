@@ -69,7 +69,7 @@ def overlap_products(program: Program, planner: Planner) -> int:
     if reason:
         program.note("overlap", f"tensor-parallel communication does not run beside products: {reason}")
         return 0
-    change = lambda gm, direction: _Overlap(find, gm).run() if gm in found else (gm, 0)  # noqa: E731
+    change = lambda gm, direction: _Overlap(find, gm).run() if gm in found else (gm, 0)
     program.partition, count = parts.changed(change)
     return count
 

@@ -11,7 +11,7 @@ So the copies of one layer run while the next one computes, and memory holds the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ def schedule_offload(program: Program, planner: Planner) -> int:
         return 0
     starts = parts.forward.graph.find_nodes(op="call_function", target=OFFLOAD)
     for node in starts:
-        place = _first(node.next, lambda layer, own=node.meta[LAYER]: layer >= own + 2)  # type: ignore[misc]
+        place = _first(node.next, range(node.meta[LAYER] + 2, sys.maxsize))
         graph = parts.forward.graph
         with graph.inserting_before(place):
             done = graph.call_function(OFFLOADED, (node, node.args[0]))
@@ -42,7 +42,7 @@ def schedule_offload(program: Program, planner: Planner) -> int:
     for gm in {id(g): g for g in (parts.backward, parts.lazy_graph) if g is not None}.values():
         for node in gm.graph.find_nodes(op="call_function", target=RELOAD):
             first = next(n for n in gm.graph.nodes if n.op != "placeholder")
-            place = _first(first, lambda layer, own=node.meta[LAYER]: own <= layer <= own + 1)  # type: ignore[misc]
+            place = _first(first, range(node.meta[LAYER], node.meta[LAYER] + 2))
             if place < node:
                 place.prepend(node)
             changes += 1
@@ -53,12 +53,11 @@ def schedule_offload(program: Program, planner: Planner) -> int:
     return changes
 
 
-def _first(node: fx.Node, wanted: Callable[[int], bool]) -> fx.Node:
-    """The first node from `node` on, other than copies, in a layer that is wanted; else the output."""
+def _first(node: fx.Node, layers: range) -> fx.Node:
+    """The first node from `node` on, other than copies, of one of these layers; else the output."""
     while node.op != "output":
-        layer = node.meta.get(LAYER)
         tensor = isinstance(node.meta.get(VAL), torch.Tensor)
-        if layer is not None and tensor and node.target not in (OFFLOAD, OFFLOADED, RELOAD) and wanted(layer):
+        if tensor and node.target not in (OFFLOAD, OFFLOADED, RELOAD) and node.meta.get(LAYER) in layers:
             return node
         node = node.next
     return node

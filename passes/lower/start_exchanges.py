@@ -105,8 +105,7 @@ def _start_early(begin: fx.Node) -> None:
 
 def _let_run_behind(begin: fx.Node) -> None:
     """Move behind it what comes after the value that travels and what nothing before it needs, if that is a product."""
-    value = begin.args[0]
-    made, window = storage_of(value), list[fx.Node]()
+    made, window = storage_of(begin.args[0]), list[fx.Node]()
     node = begin.prev
     while node is not made and node.op == "call_function":
         window.append(node)

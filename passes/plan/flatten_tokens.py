@@ -76,7 +76,7 @@ class _Flattener:
         graph, regions = self.program.graph, self._regions()
         if not regions:
             return 0
-        for lead in dict.fromkeys(regions.values()):  # sizes stand in front of everything that is made
+        for lead in dict.fromkeys(regions.values()):  # sizes are before everything that is made
             for at in range(len(lead)):
                 _ = self.sizes(lead[at]), self.sizes(math.prod(lead[at:])), self.sizes(math.prod(lead[:at]))
         for node in [n for n in graph.nodes if n in regions]:

@@ -62,16 +62,15 @@ REPEATS = ("aten.expand", "aten.repeat", "aten.broadcast_to")
 class Policy:
     """What the ranks of an axis share out of a call: the dim of the inputs that has the size called `symbol`.
 
-    Each rank is given its part, all of them equally long. what, of: the kind of parallelism, and what it cuts, in words;
-    other: what to do where it cannot be.
+    Each rank is given its part, all of them equally long.
     """
 
     axis: str
     ranks: int
     symbol: str
-    what: str
+    what: str  # what, of: the kind of parallelism, and what it cuts, in words
     of: str
-    other: str
+    other: str  # what to do where it cannot be
 
 
 def policies(planner: Planner) -> list[Policy]:
@@ -180,8 +179,8 @@ class Typer:
         self.counted: dict[int, fx.Node] = {}  # number of rows that a mask selects -> that of all ranks
         self.moved: dict[tuple[fx.Node, Placement], fx.Node] = {}
         pairs = zip(program.results(), program.outputs, strict=True)
-        whole = lambda node: self.sizes.shape(node.meta[VAL])  # noqa: E731
-        same = lambda node, dim: is_uniform(node, dim, self.sizes)  # noqa: E731
+        whole = lambda node: self.sizes.shape(node.meta[VAL])
+        same = lambda node, dim: is_uniform(node, dim, self.sizes)
         self.selected = SelectedRows(
             self.ranks, lambda node: (self.facts[node],), whole, lambda node: whole(node)[0], same
         )

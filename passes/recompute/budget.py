@@ -46,33 +46,29 @@ def promised_bytes(budget: Any, without: int) -> int | None:
 
 
 def allowed(program: Program, planner: Planner) -> Any:
-    """Tells whether a node may be recomputed. Ranks that own experts need different values: collectives are not repeated."""
+    """-> function: True if a node may be recomputed. Ranks that own experts need different values: collectives run once."""
     axes = () if planner.owners else (planner.solved.axis, CONTEXT_AXIS)
     return lambda node: is_replayable(node, *axes)
 
 
 def whole(node: fx.Node) -> fx.Node:
     """The op that makes a value: that of one result among several, or the collective that a wait is for."""
-    source = node.args[0] if node.op == "call_function" and node.args else None
+    source: Any = node.args[0] if node.op == "call_function" and node.args else None
     several = isinstance(source, fx.Node) and (isinstance(source.meta.get(VAL), (tuple, list)) or is_start(source))
-    return source if several else node  # type: ignore[return-value]
+    return source if several else node
 
 
 @dataclass(order=True)
 class Drop:
-    """Values of one op, dropped together. price: seconds per byte freed; gain: bytes freed.
+    """Values of one op, dropped together."""
 
-    cone: the nodes recomputed for them; instead: values that are kept as inputs of the cone; copied: whether copies of the cone
-    are recomputed.
-    """
-
-    price: float
+    price: float  # seconds per byte freed
     chunk: int
     values: list[fx.Node]
-    cone: list[fx.Node]
-    instead: list[fx.Node]
-    copied: bool
-    gain: int
+    cone: list[fx.Node]  # the nodes recomputed for them
+    instead: list[fx.Node]  # values that are kept as inputs of the cone
+    copied: bool  # whether copies of the cone are recomputed
+    gain: int  # bytes freed
 
     @property
     def seconds(self) -> float:

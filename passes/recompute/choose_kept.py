@@ -1,4 +1,4 @@
-"""Choose what is kept for backward, and what backward makes again: checkpointed regions, Megatron's options, a budget in bytes.
+"""Choose what is kept for backward, and what backward recomputes: checkpointed regions, Megatron's options, a budget in bytes.
 
 Before:  %n = layer_norm_forward(%x, %w); %y = %n[0]; %g = gelu(mm(%y, %v))        # backward reads %y, and the product
 After:   the same graph; %n, %y and the product are tagged (ir.RECOMPUTE)          # recomputed from %x
@@ -51,7 +51,7 @@ _NORMS: dict[Any, tuple[Any, slice]] = {
 
 
 def choose_kept(program: Program, planner: Planner) -> int:
-    """Tag what backward makes again; return the number of nodes. `program.recomputed` has the result."""
+    """Tag what backward recomputes; return the number of nodes. `program.recomputed` has the result."""
     with program.sizes.at_call() if planner.at_call else contextlib.nullcontext():
         return _choose(program, planner)
 
@@ -134,7 +134,7 @@ def split_norms(program: Program) -> list[fx.Node]:
         summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))
         statistics = [part for index, part in sorted(parts.items()) if index > 0]
         where = max(parts.values()).next
-        emit = lambda op, args, value, at=(where, normed): new_call(at[0], op, args, value, at[1], NAME)  # noqa: E731
+        emit = lambda op, args, value, at=(where, normed): new_call(at[0], op, args, value, at[1], NAME)
         norm = emit(op, (total, *node.args[taken]), tuple(part.meta[VAL] for part in statistics))
         new = [norm]
         for index, part in parts.items():

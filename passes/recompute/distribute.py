@@ -50,7 +50,7 @@ def distribute(program: Program, planner: Planner, kept: Kept) -> int:
 
 
 def _is_whole(value: fx.Node) -> bool:
-    """Whether all ranks hold the same values. For a sum that is fused with a norm, the norm's placement tells."""
+    """True if all ranks hold the same values. For a sum that is fused with a norm, by the norm's placement."""
     if not value.meta[VAL].is_floating_point() or value.meta[VAL].dim() < 2:
         return False
     placement = value.meta.get(PLACEMENT)

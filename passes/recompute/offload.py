@@ -109,7 +109,7 @@ class _Link:
         self.copies: list[fx.Node] = []
 
     def price(self, node: fx.Node) -> float:
-        """Seconds of the op that makes the value, for each of its bytes: what is cheap is rather made again."""
+        """Seconds of the op that makes the value, for each of its bytes: cheap values are rather recomputed."""
         return self.seconds[whole(node)] / bytes_of(self.program, node)
 
     def carries(self, node: fx.Node) -> bool:

@@ -38,7 +38,7 @@ SOFTMAXES = ("_softmax", "softmax", "masked_softmax")
 
 @dataclass
 class Regions:
-    """of: node -> its region, of forward and backward nodes alike. dropped: nodes that are made again whoever reads them."""
+    """of: node -> its region, of forward and backward nodes alike. dropped: nodes that are recomputed whoever reads them."""
 
     of: dict[fx.Node, Hashable] = field(default_factory=dict)
     dropped: set[fx.Node] = field(default_factory=set)
@@ -132,7 +132,7 @@ def _attention_cores(forward: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx.Node]:
-    """The nodes that backward makes again because of regions."""
+    """The nodes that backward recomputes because of regions."""
     kept = Kept(program, lambda n: bool(n.meta.get(RECOMPUTE)))
     needed: dict[fx.Node, set[Hashable]] = {}
     for node, readers in kept.readers.items():
@@ -181,8 +181,7 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
 
 
 def _again(node: fx.Node, regions: Regions, asked: set[Hashable], own: Hashable) -> bool:
-    other = node.args[1]
-    return other.args[0] in regions.dropped or (own is not OUTSIDE and asked == {own})
+    return node.args[1].args[0] in regions.dropped or (own is not OUTSIDE and asked == {own})
 
 
 def _pass_on(node: fx.Node, asked: set[Hashable], needed: dict[fx.Node, set[Hashable]]) -> None:

@@ -214,7 +214,7 @@ def test_two_threads_parallelize_beside_a_third_that_trains() -> None:
         linear = nn.Linear(6, 6)
         while not done.is_set() or not steps[0]:
             x = torch.randn(4, 6, requires_grad=True)
-            run = lambda x: Squared.apply(linear(x)).relu()  # noqa: E731
+            run = lambda x: Squared.apply(linear(x)).relu()
             checkpoint(run, x, use_reentrant=bool(steps[0] % 2)).sum().backward()
             wanted = torch.autograd.grad((linear(x) ** 2).sum(), x)[0]
             torch.testing.assert_close(x.grad, wanted)

@@ -36,7 +36,7 @@ def run(kind, call):
     with mode:
         xs = [torch.empty(*sizes, 6) for _ in range(3)]
         ys = [call(x) for x in xs]
-    exprs = lambda ns: [n.node.expr if isinstance(n, torch.SymInt) else n for n in ns]  # noqa: E731
+    exprs = lambda ns: [n.node.expr if isinstance(n, torch.SymInt) else n for n in ns]
     forms = [
         str(
             (

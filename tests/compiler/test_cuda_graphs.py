@@ -207,8 +207,8 @@ def test_auto_records_where_launching_takes_about_as_long_as_running(monkeypatch
     told = []
 
     class Event:
-        synchronize = lambda self: None  # noqa: E731
-        elapsed_time = lambda self, other: 1000.0  # noqa: E731
+        synchronize = lambda self: None
+        elapsed_time = lambda self, other: 1000.0
 
     def timed(self, here, inputs):
         here.host, here.events = host, (Event(), Event())

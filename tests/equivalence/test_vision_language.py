@@ -152,7 +152,7 @@ def gemma3_call() -> dict[str, Tensor]:
 def promoted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Casts to fp32 are casts to fp64, also in code that stays eager."""
     to = Tensor.to
-    wide = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+    wide = lambda x: torch.float64 if x is torch.float32 else x
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(
         Tensor, "to", lambda x, *args, **kwargs: to(x, *map(wide, args), **{k: wide(v) for k, v in kwargs.items()})

@@ -53,7 +53,7 @@ def signature(name: str, of: Any) -> str:
     found = inspect.signature(of)
     if inspect.isclass(of) and not dataclasses.is_dataclass(of):
         return f"class {name}"
-    plain = lambda text: re.sub(r"\b(?:torch\.nn\.modules\.module|torch|nn|collections\.abc|typing)\.", "", text)  # noqa: E731
+    plain = lambda text: re.sub(r"\b(?:torch\.nn\.modules\.module|torch|nn|collections\.abc|typing)\.", "", text)
     kept = [p for p in found.parameters.values() if p.name != "self"]
     text = plain(str(found.replace(parameters=kept)).replace("'", ""))
     if len(text) + len(name) <= 110:

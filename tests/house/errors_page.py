@@ -231,7 +231,7 @@ def raised() -> Iterator[tuple[str, str, str, str]]:
 
 def topic_of(file: Path) -> str:
     path = str(file.relative_to(ROOT))
-    fits = lambda name: path == name or path.startswith(name + "/")  # noqa: E731
+    fits = lambda name: path == name or path.startswith(name + "/")
     return next(topic for topic, (_, names) in TOPICS.items() if any(map(fits, names.split())))
 
 

@@ -194,7 +194,7 @@ def test_verify_and_replay_by_name(tmp_path, monkeypatch, capsys):
 
 def test_a_whole_compile_is_replayed(tmp_path):
     """The plan of a training call, and what it is compiled to: folders of one job."""
-    made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())  # noqa: E731
+    made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
     model, batch = made(), torch.randn(2, 3, 4)
     with megafx.debug(dump=str(tmp_path / "job")):
         megafx.parallelize(model, megafx.Config(tensor_model_parallel_size=1), example_inputs=batch)

@@ -1,6 +1,7 @@
 """Covers: who may import whom. Imports, those for type checkers too, go strictly downward between the packages of LAYERS."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -113,6 +114,16 @@ def test_torch_free_modules_do_not_import_torch():
 def test_sources_are_ascii():
     for file in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         assert file.read_text().isascii(), f"{file} has characters that are not ASCII"
+
+
+def test_ignored_types_have_a_code_and_a_reason():
+    lines = [
+        f"{path}: {line}"
+        for path in MODULES.values()
+        for line in path.read_text().splitlines()
+        if "type: ignore" in line
+    ]
+    assert not [line for line in lines if not re.search(r"# type: ignore\[[a-z, -]+\]  # .", line)]
 
 
 def test_folders_and_files_can_be_surveyed():

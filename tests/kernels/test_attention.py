@@ -195,7 +195,7 @@ def test_without_extras_it_is_the_librarys():
 def test_gradcheck():
     q, k, v = tensors(1, 2, 1, 4, 5, 3, 2)
     bias = torch.randn(1, 1, 4, 5, dtype=torch.float64, requires_grad=True)
-    call = lambda q, k, v, bias: attention(q, k, v, bias, None, None, None, SEED, 0.4, True, 3, 2.0, 0, 0.3, 4, *WHOLE)  # noqa: E731
+    call = lambda q, k, v, bias: attention(q, k, v, bias, None, None, None, SEED, 0.4, True, 3, 2.0, 0, 0.3, 4, *WHOLE)
     assert torch.autograd.gradcheck(call, (q, k, v, bias))
 
 
@@ -217,7 +217,7 @@ def test_shards_draw_their_slice(dim, flat, t):
 
     whole = run(q.clone(), k, v, grad, WHOLE)
     for rank in range(t):
-        cut = lambda x: _cut(x, dim, layout, rank, t)  # noqa: B023, E731
+        cut = lambda x: _cut(x, dim, layout, rank, t)  # noqa: B023
         with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
             given = (cut(q), k if dim == 2 else cut(k), v if dim == 2 else cut(v), cut(grad))
             local = run(*given, (dim, list(flat), "tp"))
@@ -266,7 +266,7 @@ def correlation(a, b):
 def test_statistics(seed, op_id):
     """2**21 draws: rate; sums by query, key, head; neighbours in keys, queries, heads, batch; other seeds and ops."""
     m = drops(seed, op_id)
-    squares = lambda z: float((z.square().sum() - z.numel()) / math.sqrt(2 * z.numel()))  # noqa: E731
+    squares = lambda z: float((z.square().sum() - z.numel()) / math.sqrt(2 * z.numel()))
     z = {"rate": float(m.sum() / math.sqrt(m.numel()))}
     z["queries"], z["keys"] = squares(m.sum(3) / 32), squares(m.sum(2) / 16)
     z["heads"] = squares(m.sum((2, 3)) / math.sqrt(256 * 1024))
@@ -287,7 +287,7 @@ def test_statistics(seed, op_id):
 def test_edges_and_errors():
     q, k, v = tensors()
     assert not attention(q, k, v, None, None, None, None, SEED, 0.4, False, 0, 0.0, 0, 1.0, 0, *WHOLE).any()
-    call = lambda q, k, v, mask, *rest: attention(q, k, v, mask, None, None, None, *rest, *WHOLE)  # noqa: E731
+    call = lambda q, k, v, mask, *rest: attention(q, k, v, mask, None, None, None, *rest, *WHOLE)
     assert call(q[:0], k[:0], v[:0], None, SEED, 0.4, False, 0, 0.0, 0, 0.5, 0).shape == (0, 6, 7, 5)
     assert not call(q, k[:, :, :0], v[:, :, :0], None, SEED, 0.4, False, 0, 1.0, 0, 0.0, 0).any()
     torch.manual_seed(5)

@@ -191,7 +191,7 @@ def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: l
 
 def test_results_are_made_in_memory_that_is_given(launches: list[Any]) -> None:
     """Where launches are repeated, kernels write there; before that, and where the memory does not fit, a copy does."""
-    address = lambda v: v.data_ptr() if isinstance(v, Tensor) else v  # noqa: E731
+    address = lambda v: v.data_ptr() if isinstance(v, Tensor) else v
     call = torch.ops.megafx.rms_norm_forward.default
     into = module.writes_into(call)
     assert into is not None and module.writes_into(torch.ops.aten.mm.default) is None

@@ -21,7 +21,7 @@ class Promoted(TorchDispatchMode):
     """Casts to fp32 (`x.float()`, `softmax(dtype=torch.float32)`, ..) are casts to fp64 within."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        promoted = lambda a: torch.float64 if a is torch.float32 else a  # noqa: E731
+        promoted = lambda a: torch.float64 if a is torch.float32 else a
         return func(*tree_map(promoted, args), **tree_map(promoted, kwargs or {}))
 
 

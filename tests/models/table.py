@@ -146,7 +146,7 @@ def node_flops(planner: Planner, rule: Any) -> int:
     sizes = planner.solved.sizes
     name = op_name(rule.node)
     value = rule.node.meta[VAL]
-    shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]  # noqa: E731
+    shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]
     if name.startswith("linear_cross_entropy"):
         x, weight = (shape(o.node.meta[VAL]) for o in rule.operands[:2])
         return 2 * math.prod(x) * weight[0]
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--some", action="store_true", help="a tenth of the cells of each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
     args = parser.parse_args(argv)
-    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())  # noqa: E731  'gpt2' is GPT-2
+    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())  # 'gpt2' is GPT-2
     known = {plain(name): name for name in rows()}
     for name in args.names:
         if plain(name) not in known:

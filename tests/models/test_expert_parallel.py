@@ -82,7 +82,7 @@ class InDoubles(nn.Module):
     class _Casts(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             func = torch.Tensor.double if func is torch.Tensor.float else func
-            promoted = lambda a: torch.float64 if a is torch.float32 else a  # noqa: E731
+            promoted = lambda a: torch.float64 if a is torch.float32 else a
             return func(*tree_map(promoted, args), **tree_map(promoted, kwargs or {}))
 
     def __init__(self, model: nn.Module) -> None:

@@ -28,7 +28,7 @@ def product(us: float, **more: Any) -> CostedOp:
 
 
 def move(forward: str, backward: str, mebibytes: int = 1) -> CostedOp:
-    sent = lambda kind: 0 if kind == LOCAL else mebibytes * MiB  # noqa: E731
+    sent = lambda kind: 0 if kind == LOCAL else mebibytes * MiB
     made = PricedTransition("S0", "R", forward, backward, sent(forward), sent(backward), 0.0, 0.0)
     return CostedOp("move", 0, "", "R", forward, move=made)
 

@@ -168,7 +168,7 @@ def test_a_trace_is_the_modelled_step(name: str, tmp_path: Path) -> None:
         else:
             assert event["ph"] == "C" and all(size >= 0 for size in event["args"].values())
     step = report.step
-    total = lambda kind: sum(e["dur"] for e in events if e.get("cat") == kind)  # noqa: E731
+    total = lambda kind: sum(e["dur"] for e in events if e.get("cat") == kind)
     assert total("part") == pytest.approx(step.total_us, rel=1e-6)
     assert total("compute") == pytest.approx(step.compute_us, rel=1e-6)
     assert total("wait") == pytest.approx(step.exposed_us, rel=1e-6)

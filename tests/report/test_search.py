@@ -357,7 +357,7 @@ def test_micro_batches_under_way() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_a_balanced_cut_is_the_best_of_all(count: int) -> None:
     for costs in ([5.0, 1, 1, 1, 9], [1.0] * 7, [0.0, 3, 0, 3, 0, 0], [9.0, 1, 1, 1, 1]):
-        slowest = lambda begins: max(sum(costs[a:b]) for a, b in itertools.pairwise((*begins, len(costs))))  # noqa: B023, E731
+        slowest = lambda begins: max(sum(costs[a:b]) for a, b in itertools.pairwise((*begins, len(costs))))  # noqa: B023
         cuts = [(0, *cut) for cut in itertools.combinations(range(1, len(costs)), count - 1)]
         found = balanced(costs, count)
         assert len({*found}) == count and found == sorted(found) and found[0] == 0
@@ -376,7 +376,7 @@ class Uneven(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(50, 8)
-        layer = lambda: torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))  # noqa: E731
+        layer = lambda: torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
         self.layers = torch.nn.ModuleList(layer() for _ in range(6))
         self.head = torch.nn.Linear(8, 5000)
 

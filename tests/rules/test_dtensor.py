@@ -66,7 +66,7 @@ def result(trial: Trial, ins: tuple[Placement, ...], mesh: DeviceMesh) -> tuple[
         found = known.propagate_op_sharding_non_cached(schema)
     except (RuntimeError, NotImplementedError, ValueError):
         return None
-    lies = lambda s: [x.placements for x in tree_leaves(s.args_schema) if isinstance(x, DTensorSpec)]  # noqa: E731
+    lies = lambda s: [x.placements for x in tree_leaves(s.args_schema) if isinstance(x, DTensorSpec)]
     if found.needs_redistribute and lies(found.redistribute_schema) != lies(schema):  # else sizes change to local ones
         return None
     outs = found.output_spec if isinstance(found.output_spec, (tuple, list)) else (found.output_spec,)

@@ -55,7 +55,7 @@ library.impl("scan_backward", scan_backward, "CompositeExplicitAutograd")
 fake = torch.library.register_fake
 fake("several::scan", lambda x, decay: (torch.empty_like(x), torch.empty_like(x[:, 0])), lib=library)
 fake("several::scan_backward", lambda dy, dl, x, d, y: (torch.empty_like(x), torch.empty_like(d)), lib=library)
-save = lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[0])  # noqa: E731  # one line
+save = lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[0])  # one line
 torch.library.register_autograd("several::scan", _gradients, setup_context=save, lib=library)
 
 

@@ -126,7 +126,7 @@ def test_constructors_that_call_super(project):
 
 def test_what_differs_on_another_rank_is_said(project, monkeypatch):
     project.run()
-    of = lambda value, group, rank=0: "'net.scale'" if rank else agreement.broadcast_object(value, group)  # noqa: E731
+    of = lambda value, group, rank=0: "'net.scale'" if rank else agreement.broadcast_object(value, group)
     of_cache = types.SimpleNamespace(first_rank=lambda failed, group: 1, broadcast_object=of)
     monkeypatch.setattr(program_cache, "agreement", of_cache)
     did, _, _, notes = project.run()

@@ -369,7 +369,7 @@ def test_hooks_on_saved_tensors_are_called():
     gradients(model, hooks(pack, unpack), retain=True)
     assert len(unpacked) - before == 2 * (len(packed) - before) > 0
     for fresh in (parallelize(copy.deepcopy(first)), model):
-        again = lambda x, fresh=fresh: checkpoint(fresh, x, use_reentrant=False)  # noqa: E731
+        again = lambda x, fresh=fresh: checkpoint(fresh, x, use_reentrant=False)
         for found in (
             gradients(fresh, torch.autograd.graph.save_on_cpu()),
             gradients(fresh, contextlib.nullcontext(), again),

@@ -181,7 +181,7 @@ def test_what_forward_writes_into_arguments_is_compared(monkeypatch: pytest.Monk
     found = megafx.verify(Writes().double(), TWO, example_inputs=(x,))
     assert found and found.outputs["args[0]"] <= 1e-10, found
     assert torch.equal(x, before)
-    lost = lambda *of: {name: x.clone() for name, x in written_arguments(*of).items()}  # noqa: E731
+    lost = lambda *of: {name: x.clone() for name, x in written_arguments(*of).items()}
     monkeypatch.setattr("megafx.runtime.bound_graph.written_arguments", lost)
     found = megafx.verify(Writes().double(), TWO, example_inputs=(before,))
     assert not found and "'argument 0'" in str(found), found

@@ -134,7 +134,7 @@ def test_draws_by_index_do_not_depend_on_where_a_run_starts(at: int) -> None:
     for step, dtype in zip(
         [s for s in log.steps if s.generator is not None], (torch.float64, torch.float32), strict=True
     ):
-        draw = lambda start, n, s=step, d=dtype: IndexRandom(3)._draw(torch.tensor([start]), n, s, 0.0, 1.0, d)  # noqa: E731
+        draw = lambda start, n, s=step, d=dtype: IndexRandom(3)._draw(torch.tensor([start]), n, s, 0.0, 1.0, d)
         whole = draw(at, 16)
         assert whole.unique().numel() == 16
         for skip, n in ((0, 5), (1, 9), (3, 13), (8, 8), (11, 1)):

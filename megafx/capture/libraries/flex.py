@@ -209,7 +209,7 @@ def flex_attention(
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
     return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    """torch's, its refusals included, but for note(text), which tells the user."""
+    """torch's, its refusals included, except note(text), which informs the user."""
     from torch.nn.attention import flex_attention as flex
 
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:

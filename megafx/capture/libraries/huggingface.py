@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from megafx.errors import CaptureError
 
 _TAG = "_megafx_shape"
-# `use_cache` of a config that said True, while the model is captured: no cache is made, and forward can tell who said no.
+# `use_cache` of a config where it was True, while the model is captured: no cache is made, and forward sees who turned it off.
 NO_CACHE = type("NoCache", (int,), {})()
 PACKED_WITH_CACHE = (
     "position_ids do not separate packed sequences here, as in eager mode: transformers separates them only without a "
@@ -119,7 +119,7 @@ def _cell(function: Any, maker: str, variable: str) -> Any:
 
 
 class CachesLeftOut:
-    """Tells calls for which eager mode would make a key-value cache that nobody asked for, and a graph makes none.
+    """Finds calls for which eager mode would make a key-value cache that nobody asked for, and a graph makes none.
 
     transformers takes positions 0 1 2 0 1 for packed sequences, but only where there is no cache. note: called where positions
     that may be packed are not taken so.
@@ -172,7 +172,7 @@ class CachesLeftOut:
 
 
 def no_cache(config: Any, model: nn.Module) -> Any:
-    """What `use_cache` of a config is, which said True, where no cache is made."""
+    """The `use_cache` of a config, where it was True and no cache is made."""
     parts = (vars(m) for m in model.modules() if m.training and vars(m).get("config") is config)
     return False if any(p.get("gradient_checkpointing") for p in parts) else NO_CACHE
 

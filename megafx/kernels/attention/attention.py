@@ -15,7 +15,7 @@ What a row becomes that sees no key, by `hidden`, which says how a mask hides a 
 
 A mask that is added has its own numbers: 1 and 3 are the same for it, and so are 2 and 4, where what it hides (-1e30 and
 below) is what was put in place. Causal, window and segments leave keys out whatever `hidden` says; beside a boolean padding
-mask [b, t] the rows that see nothing are made as said, by attention_rows (with segments and such a mask: ZEROS alone).
+mask [b, t] the rows that see nothing are filled so, by attention_rows (with segments and such a mask: ZEROS alone).
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
 not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a

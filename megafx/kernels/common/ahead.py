@@ -138,7 +138,7 @@ class _Unknown(Exception):
 
 
 def foresee(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> dict[Any, Foreseen]:
-    """The kernels that the graph will launch, by what tells them apart."""
+    """The kernels that the graph will launch, by what distinguishes them."""
     found: dict[Any, Foreseen] = {}
     seen = set()
     for node in graph.nodes:

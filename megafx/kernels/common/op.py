@@ -50,7 +50,6 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 _library = torch.library.Library("megafx", "FRAGMENT")
 _tracing = threading.local()
-_PLAIN = (Tensor, torch.nn.Parameter)
 _mode_count, _profiling = _C._len_torch_dispatch_stack, torch.autograd._profiler_enabled
 # Where nothing but a backend is left to dispatch to: no mode, no subclass, no functionalization.
 _BACKENDS = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
@@ -117,7 +116,7 @@ def define_op(
         head, _, result = schema.partition("->")
         head = head.replace(name, f"{name}_", 1).replace(f"Tensor {inplace.operand}", f"Tensor(a!) {inplace.operand}")
         writing = f"{head}->{result.replace('Tensor', 'Tensor(a!)')}"
-        shown = lambda *args: args[at]  # noqa: E731
+        shown = lambda *args: args[at]
         declare(op, inplace=(at, define_op(writing, reference=inplace.reference, triton=inplace.triton, fake=shown)))
     return op
 
@@ -216,7 +215,7 @@ def _directly(op: OpOverload) -> Callable[..., Any]:
     implementation = _implementations[op]
 
     def call(*args: Any) -> Any:
-        if _mode_count() or _profiling() or type(args[0]) not in _PLAIN:
+        if _mode_count() or _profiling() or type(args[0]) not in replay.PLAIN:
             return op(*args)
         return implementation(*args)
 
@@ -241,7 +240,7 @@ def writes_into(op: OpOverload) -> Callable[..., Any] | None:
         repeated = getattr(implementation, "repeated", None)
         if (
             _mode_count()
-            or type(args[0]) not in _PLAIN
+            or type(args[0]) not in replay.PLAIN
             or repeated is None
             or not (runs_triton(args[0]) and replay.supported())
         ):
@@ -332,7 +331,7 @@ def _choice(reference: Callable[..., Any], launcher: Callable[..., Any], placed:
             return reference(*args)
         return repeated(*args) if replay.supported() else launcher(*args)
 
-    implementation.repeated = repeated  # type: ignore[attr-defined]
+    implementation.repeated = repeated  # type: ignore[attr-defined]  # it is set here
     return implementation
 
 
@@ -352,4 +351,4 @@ def _see_through(name: str, launcher: _Launcher) -> None:
             _tracing.on = before
 
     torch.library.register_torch_dispatch(f"megafx::{name}", FunctionalTensorMode, expand, lib=_library)
-    _triton_registry.triton_ops_to_kernels[f"megafx::{name}"] = launcher  # type: ignore[assignment]
+    _triton_registry.triton_ops_to_kernels[f"megafx::{name}"] = launcher  # type: ignore[assignment]  # its kernels

@@ -126,7 +126,7 @@ class Address:
 
 
 class Foreseen:
-    """A launch that has not been made: its kernel can be compiled. key: what tells that from others."""
+    """A launch that has not been made: its kernel can be compiled. key: distinguishes it from others."""
 
     def __init__(
         self, kernel: Any, grid: Sequence[Any], device: torch.device, args: Sequence[Any], options: Any
@@ -225,16 +225,14 @@ class Recording:
 
     def _play(self, tensors: list[Tensor], stream: int, place: tuple[int, Tensor] | None) -> Any:
         starts = [x.data_ptr() for x in tensors]
-        given = None if place is None else self.maker[place[0]]
         for i, step in enumerate(self.steps):
-            if i == given:
-                tensors.append(place[1])  # type: ignore[index]
-                starts.append(place[1].data_ptr())  # type: ignore[index]
+            if place is not None and i == self.maker[place[0]]:
+                tensors.append(place[1])
+                starts.append(place[1].data_ptr())
             else:
                 step.run(tensors, starts, stream)
-        if self.alone:
-            return tensors[self.results[0]]  # type: ignore[index]
-        return tuple([None if i is None else tensors[i] for i in self.results])
+        results = [None if i is None else tensors[i] for i in self.results]
+        return results[0] if self.alone else tuple(results)
 
 
 # -- recording
@@ -268,7 +266,7 @@ class Recorder(TorchDispatchMode):
                 result = self.result = launcher(*given)
         finally:
             _local.recorder = None
-        # Operators that write in place return an operand: the caller's, not the one that stood in for it.
+        # Operators that write in place return an operand: the caller's, not its substitute.
         real = {id(own): x for own, x in zip(given, operands, strict=True) if isinstance(own, Tensor)}
         return real.get(id(result), result) if isinstance(result, Tensor) else tuple(real.get(id(x), x) for x in result)
 

@@ -30,7 +30,7 @@ from megafx.ops import axes
 KNOWN_TRITON = ((3, 6), (3, 10))
 MOST_FORMS = 4096  # of one op; then all are forgotten
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype)
 _mode_count = torch._C._len_torch_dispatch_stack
 
@@ -50,7 +50,7 @@ class Replay:
         form: list[Any] = []
         for x in operands:
             kind = type(x)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 if x.is_neg():  # kernels read memory, where the sign is not
                     return self(*[y.resolve_neg() if isinstance(y, Tensor) else y for y in operands])
                 tensors.append(x)

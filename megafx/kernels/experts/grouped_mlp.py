@@ -196,7 +196,7 @@ def _fake_backward(
 def _dims(call: OpCall, row: str) -> tuple[list[str], list[str], list[str]]:
     """Dims of ups, stacks and rows; those inside of an expert or a row are the unit's own."""
     ups = [f"e k! n{i}!" for i in range(len(call.get("ups")))]
-    inside = lambda a, of: " ".join(f"{of}{d}!" for d in range(1, len(a.shape)))  # noqa: E731
+    inside = lambda a, of: " ".join(f"{of}{d}!" for d in range(1, len(a.shape)))
     stacks = [f"e {inside(a, f'a{i}_')}" for i, a in enumerate(call.get("stacks"))]
     return ups, stacks, [f"{row} {inside(a, f'b{i}_')}" for i, a in enumerate(call.get("rows"))]
 

@@ -146,8 +146,8 @@ def write(
 
     for node in nodes:
         args, kwargs = arguments(node)
-        said = [text(node, a) for a in args] + [f"{k}={text(node, a)}" for k, a in kwargs.items()]
+        given = [text(node, a) for a in args] + [f"{k}={text(node, a)}" for k, a in kwargs.items()]
         operator = str(node.target).removeprefix("aten.").removesuffix(".default")
-        lines.append(f"v{len(made)} = {operator}({', '.join(said)})")
+        lines.append(f"v{len(made)} = {operator}({', '.join(given)})")
         made[node] = f"v{len(made)}"
     return "; ".join([*lines, *[*made.values()][-1:]])

@@ -172,10 +172,11 @@ def _forward_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _forward_backward(ctx: Any, grad: Tensor | None, norm_grad: Tensor | None) -> tuple[Any, ...]:
     """norm is used by its sum alone, so that the gradients of its two columns are that of the log-sum-exp."""
-    if grad is None and norm_grad is None:
-        return None, None, None, None
     lse_grad = None if norm_grad is None else norm_grad.select(1, 1)
-    grad = torch.zeros_like(lse_grad) if grad is None else grad  # type: ignore[arg-type]
+    if grad is None:
+        if lse_grad is None:
+            return None, None, None, None
+        grad = torch.zeros_like(lse_grad)
     return torch.ops.megafx.cross_entropy_backward(grad, *ctx.saved_tensors, lse_grad, *ctx.how), None, None, None
 
 

@@ -108,7 +108,7 @@ _PLACE = f"{parts.SHARDED}, ScalarType dtype"
 
 def _rule(call: OpCall, results: str, middle: str = "") -> str:
     """Of the ranks of an axis that have tokens each. middle: factors of what is read in addition."""
-    scale = lambda name, factor: "~" + (factor if len(call.get(name).shape) else "")  # noqa: E731
+    scale = lambda name, factor: "~" + (factor if len(call.get(name).shape) else "")
     turned = ""
     if call.get("xt") is not None:
         turned = f", ~k! t, ~k! v!, {scale('xt_scale', 'k!')}, {scale('weight_t_scale', 'k!')}"

@@ -85,9 +85,9 @@ def call_backward(rms: bool, run: Callable[..., tuple[Tensor, ...]], *args: Any)
     """run: as `add_norm_backward_reference`. args: of the op. -> dresidual, dx, dweight, dnorm_bias (of layer_norm), dbias."""
     if rms:
         h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing = args
-        mean, wanted = None, (want_weight, False)
+        mean, wanted = None, [want_weight, False]
     else:
-        h, grad_y, grad_h, weight, mean, rstd, *wanted, dtype, bias_dtype = args[:10]  # type: ignore[assignment]
+        h, grad_y, grad_h, weight, mean, rstd, *wanted, dtype, bias_dtype = args[:10]
         offset, drawing = 0.0, list(args[10:])
     draw = Draw(*drawing)
     outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, draw)

@@ -48,8 +48,8 @@ def code_digest(code: types.CodeType) -> str:
 def class_code(cls: type) -> Any:
     """The functions that a class has now: (name, file, digest of the code) of each, also of those that decorators hold.
 
-    Functions can be put into a class after its definition, and two classes may have one name: no file tells. Raises Unstorable
-    for a function whose variables are not those of the module that has its name: guards on them would look there.
+    Functions can be put into a class after its definition, and two classes may have one name: no file shows it. Raises
+    Unstorable for a function whose variables are not those of the module that has its name: guards on them would look there.
     """
     rows: list[tuple[str, str, str]] = []
     seen: set[int] = set()

@@ -117,7 +117,7 @@ def test_collectives_and_overlap_are_as_without_it(compilations: list[str], monk
 
     def compared(program: Any, gm: fx.GraphModule) -> fx.GraphModule:
         inside = {n for chain in chains_of(gm.graph) for n in chain.inside}
-        fixed = lambda graph: [str(n.target) for n in graph.nodes if n not in inside and not is_chain_or_view(n)]  # noqa: E731
+        fixed = lambda graph: [str(n.target) for n in graph.nodes if n not in inside and not is_chain_or_view(n)]
         changed = with_chains(program, gm)
         seen.extend(fixed(gm.graph))
         assert fixed(changed.graph) == fixed(gm.graph)

@@ -119,7 +119,7 @@ def deep(name: str, t: int, layers: int = 4) -> Compiled:
 
 
 def copied_products(made: Compiled, again: Compiled) -> int:
-    count = lambda c: sum(op_name(n) in ("mm", "addmm") for n in c.program.graph.nodes)  # noqa: E731
+    count = lambda c: sum(op_name(n) in ("mm", "addmm") for n in c.program.graph.nodes)
     return count(again) - count(made)
 
 

@@ -172,7 +172,7 @@ def test_no_copy_that_a_budget_chose_is_waited_for(part: float) -> None:
     """On a link that carries all that is kept in `1 / part` of forward's time, by the prices and the schedule of the graph."""
     made, _ = plain(1)
     program, planner = made.program, made.planner
-    time = lambda node: seconds(program, node, planner.hardware, 1)  # noqa: E731
+    time = lambda node: seconds(program, node, planner.hardware, 1)
     forward = sum(time(n) for n in program.graph.nodes if not in_backward(n))
     rate = outcome(chosen(made, activation_memory_budget=1.0)).without / forward * part
     hardware = {"host_bytes_per_second": rate}

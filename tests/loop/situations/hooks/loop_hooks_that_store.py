@@ -159,7 +159,7 @@ class Chain(nn.Module):
 def hooks_run_in_the_order_of_registration(loop: Loop) -> None:
     """Those that only compute are part of the graph, recorders are not. One is taken off, and set again."""
     model, seen = loop.model(Chain()), list[Tensor]()
-    record = lambda module, args, output: seen.append(output.detach())  # noqa: E731
+    record = lambda module, args, output: seen.append(output.detach())
     model.inner.register_forward_hook(record)
     for _ in range(2):
         double = model.inner.register_forward_hook(lambda module, args, output: output * 2)
@@ -176,7 +176,7 @@ def hooks_run_in_the_order_of_registration(loop: Loop) -> None:
 @situation(ALWAYS, slow=(2,))
 def hooks_that_are_always_called_after_an_exception(loop: Loop) -> None:
     model, log, broken = loop.model(Chain()), list[Any](), [False]
-    shape = lambda x: None if x is None else tuple(x.shape)  # noqa: E731
+    shape = lambda x: None if x is None else tuple(x.shape)
 
     def fail(module: nn.Module, args: Any, output: Tensor) -> None:
         if broken[0]:

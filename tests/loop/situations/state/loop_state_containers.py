@@ -138,7 +138,7 @@ def lists_and_deques_are_extended_or_filled_anew(loop: Loop) -> None:
 @situation(HISTORY, ranks=(1,))
 def what_cannot_be_followed_in_a_list_is_named(loop: Loop) -> None:
     """(in forward, what is refused). The advice: append in forward, and do the rest outside."""
-    mean = lambda y: y.mean().detach()  # noqa: E731
+    mean = lambda y: y.mean().detach()
     uses: dict[str, Use] = {
         "insert": lambda model, held, y: held.insert(0, mean(y)),
         "reverse": lambda model, held, y: (held.append(mean(y)), held.reverse()),

@@ -171,7 +171,7 @@ def numbers_of_the_whole_batch_for_the_log(loop: Loop) -> None:
 @situation("https://github.com/pytorch/pytorch/issues/16201", ranks=(1,), data=("ddp",))
 def the_largest_value_of_all_rows(loop: Loop) -> None:
     """Refused with data parallelism; both parts of the advice are followed."""
-    terms = lambda m, h, y: (F.cross_entropy(h, y), h.max().item())  # noqa: E731
+    terms = lambda m, h, y: (F.cross_entropy(h, y), h.max().item())
     x, y = torch.randn(6, 7), torch.randint(0, 5, (6,))
     if loop.parts > 1:
         model = loop.model(Objective(terms))
