@@ -332,7 +332,7 @@ class Config:
 
     @property
     def gradients_in_fp32(self) -> bool:
-        """Whether gradients of bf16 and fp16 parameters are fp32."""
+        """True if gradients of bf16 and fp16 parameters are fp32."""
         return self.gradient_accumulation_fusion or self.accumulate_allreduce_grads_in_fp32
 
     def replace(self, **changes: Any) -> Config:
@@ -408,7 +408,7 @@ def choices_of(name: str) -> tuple[Any, ...]:
 
 @functools.cache
 def is_whole(name: str) -> bool:
-    """Whether a field takes whole numbers, or those and None."""
+    """True if a field takes whole numbers, or those and None."""
     return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}
 
 

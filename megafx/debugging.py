@@ -104,7 +104,7 @@ def debug(
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process logs and dumps: rank 0 of the job, or the only process."""
+    """True if this process logs and dumps: rank 0 of the job, or the only process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0

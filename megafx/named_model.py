@@ -239,7 +239,7 @@ def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -
 
 
 def _reads(cls: type | None, key: str) -> bool:
-    """Whether the code of an architecture reads a field that its config has not unless it is given
+    """True if the code of an architecture reads a field that its config has not unless it is given
     (decoder_start_token_id of T5)."""
     module = sys.modules.get(getattr(cls, "__module__", ""))
     return module is not None and re.search(rf"\bconfig\.{re.escape(key)}\b", inspect.getsource(module)) is not None

@@ -291,7 +291,7 @@ def _fill_of(program: Program, node: fx.Node) -> float | None:
 
 
 def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
-    """Whether a key of each query is hidden by one of two masks at most, and all that are seen by neither have no weight.
+    """True if a key of each query is hidden by one of two masks at most, and all that neither shows have no weight.
 
     fill: a node that fills scores; mask_by: how the match's own mask is spelled.
     """
@@ -310,7 +310,7 @@ _BLIND = "a query may see no key: the NaN in its gradients reaches what is added
 
 
 def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
-    """Whether each query sees a key, where a node fills scores with -inf, and a mask or bias is added to the result."""
+    """True if each query sees a key, where a node fills scores with -inf, and a mask or bias is added to the result."""
     reader = MaskReader(m.program)
     by_fill = op_name(fill) == "masked_fill"
     given = fill.args[1 if by_fill else 0]
@@ -326,7 +326,7 @@ def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
 
 
 def _follows_from_both(m: Match) -> bool:
-    """Whether the bias hides keys by a number, the mask fills in others, and a query may see none."""
+    """True if the bias hides keys by a number, the mask fills in others, and a query may see none."""
     reader = MaskReader(m.program)
     own = read_visible(reader, m.node("bias"), visible=True, symmetric=True)
     if own is None or not own.parts:
@@ -337,12 +337,12 @@ def _follows_from_both(m: Match) -> bool:
 
 
 def _may_hide(m: Match, added: fx.Node) -> bool:
-    """Whether what is added to scores may be a mask, and not a bias alone."""
+    """True if what is added to scores may be a mask, and not a bias alone."""
     return may_hide(m.program, (Leaf(added, ()),))
 
 
 def _hides(fill: float, dtype: torch.dtype) -> bool:
-    """Whether an additive mask of this value hides altogether, as the op has it."""
+    """True if an additive mask of this value hides altogether, as the op has it."""
     return fill <= mask_floor(dtype)
 
 

@@ -117,12 +117,12 @@ def schedule(program: Program, axes: Collection[str]) -> list[tuple[str, list[st
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts a collective, which a wait_tensor ends."""
+    """True if the node starts a collective, which a wait_tensor ends."""
     return node.target in STARTS
 
 
 def is_region_gather(node: fx.Node) -> bool:
-    """Whether it starts the gather of the parameters of a region (passes/communicate/gather_parameters.py)."""
+    """True if it starts the gather of the parameters of a region (passes/communicate/gather_parameters.py)."""
     return node.target is torch.ops.megafx.gather_region.default
 
 

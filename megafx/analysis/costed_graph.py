@@ -108,7 +108,7 @@ class _Builder:
     # -- which nodes, and where
 
     def _communicates(self, node: fx.Node) -> bool:
-        """Whether it is a transition with a collective, or an exchange of tokens; transitions of parameters' gradients come
+        """True if it is a transition with a collective, or an exchange of tokens; transitions of parameters' gradients come
         last, together."""
         if node.target in MOVES_TOKENS:
             self.moves[node] = self._exchange(node)

@@ -156,7 +156,7 @@ def expert_values(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
 
 
 def _goes_on(program: Program, lst: ExpertList, node: fx.Node, label: dict[fx.Node, str]) -> bool:
-    """Whether a value outside of the expert's module is still the expert's."""
+    """True if a value outside of the expert's module is still the expert's."""
     if _of_rows(program, node):
         return True
     if not is_inside(fqn_of(node), lst.mixture):
@@ -168,7 +168,7 @@ def _goes_on(program: Program, lst: ExpertList, node: fx.Node, label: dict[fx.No
 
 
 def _of_rows(program: Program, node: fx.Node) -> bool:
-    """Whether data decides a size of the value: it has a row for each token that the expert gets."""
+    """True if data decides a size of the value: it has a row for each token that the expert gets."""
     value = node.meta.get(VAL)
     return isinstance(value, torch.Tensor) and any(program.sizes.from_data(n) for n in program.sizes.shape(value))
 
@@ -238,7 +238,7 @@ def rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are the same rows: `out[mask] += y` computes them twice."""
+    """True if two arguments are the same rows: `out[mask] += y` computes them twice."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:

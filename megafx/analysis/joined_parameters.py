@@ -37,7 +37,7 @@ def why_not_one(
 
 
 def leaves_gaps(values: Sequence[fx.Node], data: DataAxis | None, t: int) -> bool:
-    """Whether parameters that data-parallel ranks share do not follow each other in the buffer of their region."""
+    """True if parameters that data-parallel ranks share do not follow each other in the buffer of their region."""
     if data is None or not data.sharded:
         return False
     for p in values[:-1]:

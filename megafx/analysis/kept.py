@@ -29,7 +29,7 @@ _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, tor
 
 
 def is_join(node: fx.Node) -> bool:
-    """Whether the node is parameters that are inputs, joined, or gathered and kept."""
+    """True if the node is parameters that are inputs, joined, or gathered and kept."""
     if is_region_gather(node):
         return not node.meta.get(RECOMPUTE)
     if node.target is not torch.ops.megafx.join_parameters.default:
@@ -38,7 +38,7 @@ def is_join(node: fx.Node) -> bool:
 
 
 def is_given(node: fx.Node) -> bool:
-    """Whether backward gets the value by reference."""
+    """True if backward gets the value by reference."""
     return node.op == "placeholder" or GIVEN in node.meta or is_join(node)
 
 
@@ -48,7 +48,7 @@ def by_reference(program: Program) -> set[fx.Node]:
 
 
 def is_free(node: fx.Node, parameters: Container[fx.Node]) -> bool:
-    """Whether to make the value again costs nothing, or less than to keep it, whatever the budget."""
+    """True if recomputing the value is free, or cheaper than keeping it, whatever the budget."""
     if node.target is AGAIN:
         return False
     if node.op == "get_attr" or shows_operand(node):
@@ -68,7 +68,7 @@ def needed_in_backward(program: Program) -> set[fx.Node]:
 
 
 def is_gathered(node: fx.Node) -> bool:
-    """Whether a node of forward puts shards together: part of a transition written out, from its gather on."""
+    """True if a node of forward puts shards together: part of a transition written out, from its gather on."""
     while node.op == "call_function" and node.meta.get(MADE_BY, ())[-1:] == ("expand_transitions",):
         if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
             return True
@@ -122,7 +122,7 @@ class Kept:
 
 
 def is_replayable(node: fx.Node, *axes: str) -> bool:
-    """Whether the op gives the same bits when it runs once more, has no effect, and may: users' ops may not.
+    """True if the op gives the same bits when it runs once more, has no effect, and may: users' ops may not.
 
     Dropout draws from a counter. Collectives of `axes` are called again by all of their ranks, in one order.
     """
@@ -142,7 +142,7 @@ def is_replayable(node: fx.Node, *axes: str) -> bool:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether the node can be kept: a tensor that is there (a collective that has started is not)."""
+    """True if the node can be kept: a tensor that is there (a collective that has started is not)."""
     return isinstance(node.meta.get(VAL), torch.Tensor) and not is_start(node)
 
 

@@ -59,7 +59,7 @@ def outside_user(program: Program, chain: Sequence[fx.Node], inside: set[fx.Node
 
 
 def read_outside(chain: Sequence[fx.Node], inside: set[fx.Node]) -> bool:
-    """Whether anything but the nodes inside reads a value of the chain."""
+    """True if anything but the nodes inside reads a value of the chain."""
     return any(user not in inside and user not in chain for node in chain for user in node.users)
 
 

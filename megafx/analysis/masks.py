@@ -179,7 +179,7 @@ def chosen(c: Cond, a: Value | None, b: Value | None) -> Value | None:
 
 
 def hides(number: Any) -> bool:
-    """Whether a key with this number in an additive mask has no weight beside keys that are seen."""
+    """True if a key with this number in an additive mask has no weight beside keys that are seen."""
     return isinstance(number, (int, float)) and number <= HARD_FILL
 
 
@@ -268,7 +268,7 @@ def _rename(value: Any, to: Callable[[int], int | None], shift: Mapping[int, int
 
 
 def cut(value: Any, dim: int) -> bool:
-    """Whether a slice along the dim would take a part of a tensor."""
+    """True if a slice along the dim would take a part of a tensor."""
     if isinstance(value, Leaf):
         return dim in value.dims
     if isinstance(value, (Cond, Choice, Sum)):

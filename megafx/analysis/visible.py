@@ -129,7 +129,7 @@ LARGE = 5000.0  # numbers from here on may hide scores
 
 
 def may_hide(program: Program, leaves: tuple[Leaf, ...]) -> bool:
-    """Whether tensors that are added to scores may hold a mask: a large number is in them, or values of a call or a buffer.
+    """True if tensors that are added to scores may hold a mask: a large number is in them, or values of a call or a buffer.
 
     What depends on parameters is a bias.
     """
@@ -157,7 +157,7 @@ def may_hide(program: Program, leaves: tuple[Leaf, ...]) -> bool:
 
 
 def masked_before(program: Program, scores: fx.Node) -> bool:
-    """Whether a mask may be in scores already: one of their own is filled, or added to them."""
+    """True if a mask may be in scores already: one of their own is filled, or added to them."""
     while op_name(scores) in ("add", "mul", "div", "to", "reshape", "view"):
         if op_name(scores) == "add":
             both = [a for a in scores.args[:2] if isinstance(a, fx.Node)]
@@ -175,7 +175,7 @@ _SCORES = ("matmul", "bmm", "baddbmm", "masked_fill", "where")
 
 
 def _small(program: Program, spec: Input) -> bool:
-    """Whether a buffer or constant holds one number, and no large one."""
+    """True if a buffer or constant holds one number, and no large one."""
     kind, name = spec.kind, spec.name
     if kind == "constant":
         value = program.constants[name]

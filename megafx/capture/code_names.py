@@ -81,7 +81,7 @@ def from_getattr(cls: type, name: str) -> bool:
 
 
 def is_looked_at(file: str) -> bool:
-    """Whether code in a file may name state of the user (or of a model library). "<string>": of `exec` and `python -c`."""
+    """True if code in a file may name state of the user (or of a model library). "<string>": of `exec` and `python -c`."""
     if file == "<string>":
         return True
     return is_user_file(file) and ("site-packages" in file or not file.startswith(_STDLIB))

@@ -204,7 +204,7 @@ def _is_ids(tensor: torch.Tensor, dims: int = 2) -> bool:
 
 
 def _is_table(tensor: torch.Tensor, ids: Sequence[torch.Tensor]) -> bool:
-    """Whether the rows of a tensor beside ids hold a few numbers each (the grid of an image, a span), and no sequence."""
+    """True if the rows of a tensor beside ids hold a few numbers each (the grid of an image, a span), and no sequence."""
     return tensor.shape[1] <= _FEW < max(t.shape[1] for t in ids)
 
 

@@ -43,7 +43,7 @@ _BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt, torch.Tensor.__le__, t
 
 
 def draws_in_torch(module: nn.Module) -> bool:
-    """Whether a module's forward compares a draw of torch's with its layerdrop; other generators leave no trace in a graph."""
+    """True if a module's forward compares a draw of torch's with its layerdrop; other generators leave no trace in a graph."""
     names = names_of(module)
     return "rand" in names and any(name.endswith(_NAME) for name in names)
 
@@ -108,7 +108,7 @@ class LayerDraws(TorchFunctionMode):
 
 
 def _called_for_layerdrop() -> bool:
-    """Whether the user's code that is running reads a layerdrop."""
+    """True if the user's code that is running reads a layerdrop."""
     frame = frame_behind(sys._getframe(1), lambda file: not is_user_file(file))
     return frame is not None and any(name.endswith(_NAME) for name in frame.f_code.co_names)
 

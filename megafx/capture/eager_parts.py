@@ -378,7 +378,7 @@ class _Constants(Values):
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether the values of a node follow from those of its operands, or from the sizes of the call."""
+    """True if the values of a node follow from those of its operands, or from the sizes of the call."""
     value, target = node.meta.get(VAL), node.target
     if isinstance(value, SymTypes):
         return value.node.has_hint()

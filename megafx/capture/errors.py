@@ -161,7 +161,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Whether code of the model (or of torch.nn) raises this: by `raise` or `assert`, or since a key is not there, or a value
+    """True if code of the model (or of torch.nn) raises this: by `raise` or `assert`, or since a key is not there, or a value
     does not fit."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     if _LEAF in str(error):

@@ -306,7 +306,7 @@ class _Capture:
             self.baked += [f"{names}: baked into the graph, captured anew for each value ({reason})"]
 
     def _reads_counted(self, exported: ExportedProgram) -> bool:
-        """Whether code reads a number out of a tensor that represents one which forward counts."""
+        """True if code reads a number out of a tensor that represents one which forward counts."""
         users = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         counted = {*users[len(users) - len(self.followed.computed) :]}
         nodes = (n for target in _ITEMS for n in exported.graph.find_nodes(op="call_function", target=target))
@@ -412,7 +412,7 @@ class _Capture:
         return self._attempt(sizes, mode), sizes
 
     def _serves(self, exported: ExportedProgram) -> bool:
-        """Whether the conditions under which the trace holds are true for the call itself."""
+        """True if the conditions under which the trace holds are true for the call itself."""
         bound: dict[sympy.Symbol, int] = {}
         follow: list[tuple[sympy.Expr, int]] = []
         users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
@@ -516,7 +516,7 @@ class _Capture:
         return self.root.values
 
     def _enters(self, name: str, value: Any) -> bool:
-        """Whether a leaf is an input of the graph: a tensor, or a number that varies."""
+        """True if a leaf is an input of the graph: a tensor, or a number that varies."""
         varies = name in self.varying or name.startswith("state[")
         return isinstance(value, torch.Tensor) or (varies and isinstance(value, (int, float)))
 

@@ -143,7 +143,7 @@ class Followed:
 
 
 def _is_unseen(place: Place) -> bool:
-    """Whether nothing notes when a place is read: a variable, a global, an item of a list."""
+    """True if nothing notes when a place is read: a variable, a global, an item of a list."""
     holder = place.container()
     return isinstance(holder, (types.CellType, list)) or (isinstance(holder, dict) and "__name__" in holder)
 

@@ -231,7 +231,7 @@ def _is_traced(hook: Any) -> bool:
 
 
 def _only_computes(hook: Any) -> bool:
-    """Whether a hook is a function that reads nothing but its arguments, has no branch, and only calls torch."""
+    """True if a hook is a function that reads nothing but its arguments, has no branch, and only calls torch."""
     function = hook
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return False
@@ -261,7 +261,7 @@ def _only_computes(hook: Any) -> bool:
 
 
 def _computes_with(own: Own, hook: Any, module: nn.Module) -> bool:
-    """Whether a hook reads parameters of the model, stores nothing, and names only data, modules and what computes."""
+    """True if a hook reads parameters of the model, stores nothing, and names only data, modules and what computes."""
     found, function = stores_of(hook, module), function_of(hook)
     if function is None or found.places or found.containers or own.parameters.isdisjoint(map(id, found.parameters)):
         return False
@@ -317,13 +317,13 @@ def _computed(name: str) -> bool:
 
 
 def _sets_what_forward_reads(hook: Any, module: nn.Module) -> bool:
-    """Whether a pre-hook sets an attribute of its module that the module's forward reads, or any by a computed name."""
+    """True if a pre-hook sets an attribute of its module that the module's forward reads, or any by a computed name."""
     own, read = vars(module), names_of(module)
     return any(holder is own and name in (*read, ANY_NAME) for holder, _, name in stores_of(hook, module).places)
 
 
 def _draws(hook: Any, depth: int = 2) -> bool:
-    """Whether the code of a hook, or of functions that it calls by name, has a function that draws random numbers."""
+    """True if the code of a hook, or of functions that it calls by name, has a function that draws random numbers."""
     function = function_of(hook)
     if function is None:
         return False

@@ -109,7 +109,7 @@ def only_skips(answer: bool) -> bool:
 
 
 def _does_nothing(part: ast.AST) -> bool:
-    """Whether a statement or expression is what work on no rows gives: what was there before, or zeros."""
+    """True if a statement or expression is what work on no rows gives: what was there before, or zeros."""
     if isinstance(part, (ast.Return, ast.Expr)):
         return part.value is None or _does_nothing(part.value)
     if isinstance(part, ast.Tuple):
@@ -146,7 +146,7 @@ def _tree(file: str) -> ast.Module:
 
 
 def _only_complains(body: list[ast.stmt]) -> bool:
-    """Whether the statements at most make a message, and raise, warn of or log it."""
+    """True if the statements at most make a message, and raise, warn of or log it."""
     *before, last = body
     complains = isinstance(last, ast.Raise) or is_message(last)
     return complains and all(isinstance(s, ast.Assign) or is_message(s) for s in before)
@@ -157,7 +157,7 @@ def _end(part: ast.stmt) -> tuple[int, int]:
 
 
 def is_message(statement: ast.stmt) -> bool:
-    """Whether a statement only warns or logs."""
+    """True if a statement only warns or logs."""
     called = getattr(getattr(statement, "value", None), "func", None)
     owner = getattr(called, "value", None)
     return isinstance(statement, ast.Expr) and isinstance(owner, ast.Name) and owner.id in _LOGGERS
@@ -301,7 +301,7 @@ def _asking() -> tuple[FrameType | None, bool]:
 
 
 def _says(statement: ast.stmt) -> bool:
-    """Whether a statement only prints a text, or raises an error with it: `check(n == m, f"{n} is not {m}")`."""
+    """True if a statement only prints a text, or raises an error with it: `check(n == m, f"{n} is not {m}")`."""
     if is_message(statement) or isinstance(statement, (ast.Raise, ast.Assert)):
         return True
     called = getattr(statement.value, "func", None) if isinstance(statement, ast.Expr) else None

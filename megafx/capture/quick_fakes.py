@@ -65,7 +65,7 @@ _named: dict[str, Any] = {}  # and back: tuples of text and numbers are no work 
 
 @functools.cache
 def _may_be_known(func: OpOverload) -> bool:
-    """Whether the result follows from the forms of the operands and the other arguments."""
+    """True if the result follows from the forms of the operands and the other arguments."""
     if func._schema.is_mutable:
         return False
     if func.namespace != "aten" and not is_kernel(func):

@@ -665,7 +665,7 @@ def is_of_torch(function: Any) -> bool:
 
 
 def _library_of(value: Any) -> bool:
-    """Whether a module, a class, or the class of another value is of a library that guards do not look into."""
+    """True if a module, a class, or the class of another value is of a library that guards do not look into."""
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in LIBRARIES
     return _of_library(value if isinstance(value, type) else type(value))

@@ -168,7 +168,7 @@ def _read(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def writes_in_place(gm: fx.GraphModule) -> bool:
-    """Whether a captured graph writes into memory, in a nested body too."""
+    """True if a captured graph writes into memory, in a nested body too."""
     return any(writes(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
 
 

@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is one checkpoint rather than a root of several."""
+    """True if the folder is one checkpoint rather than a root of several."""
     named = _NAME.fullmatch(folder.absolute().name)
     return any((folder / name).exists() for name in (METADATA, TORCH_METADATA)) or bool(named)
 
@@ -118,7 +118,7 @@ def _name(step: int, present: list[Path]) -> str:
 
 
 def sizes_hold(path: Path) -> bool:
-    """Whether the metadata is valid and every file has its size; tensors are not read."""
+    """True if the metadata is valid and every file has its size; tensors are not read."""
     try:
         return all((path / name).stat().st_size == file.bytes for name, file in read_content(path).files.items())
     except (OSError, CheckpointError):

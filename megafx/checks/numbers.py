@@ -81,7 +81,7 @@ class NumberCheck:
             self.before = program.copy()
 
     def _is_random(self, program: Program) -> bool:
-        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator (attention's too)."""
+        """True if two runs differ: until canonicalize, dropout draws from torch's own generator (attention's too)."""
         ops = (n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
         may_draw = any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
         return may_draw and bool(_differences(self._run(program), self.expected))

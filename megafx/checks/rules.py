@@ -252,7 +252,7 @@ class Trial:
         return pieces
 
     def holds(self, parts: list[Tensor], value: Tensor, placement: Placement) -> bool:
-        """Whether the ranks' parts are the value at this placement (pads aside)."""
+        """True if the ranks' parts are the value at this placement (pads aside)."""
         if placement == P:
             return value.is_floating_point() and _close(sum(parts[1:], parts[0]), value)
         if placement == M:

@@ -85,7 +85,7 @@ class Uncaptured:
         return program
 
     def _converts(self, error: CaptureError) -> bool:
-        """Whether one more code is traced with `float`, `int` and `bool` of tensors as `.item()`."""
+        """True if one more code is traced with `float`, `int` and `bool` of tensors as `.item()`."""
         code = error.converts
         if code is None or code in self.converting:
             return False
@@ -94,7 +94,7 @@ class Uncaptured:
         return True
 
     def _leaves(self, error: CaptureError, part: str) -> bool:
-        """Whether one more module is left eager for this error. part: the submodule that is captured instead of the model."""
+        """True if one more module is left eager for this error. part: the submodule that is captured instead of the model."""
         name = error.part
         if self.config.uncaptured != "eager":
             return False

@@ -107,7 +107,7 @@ def cut_sequence(program: Program, planner: Planner) -> int:
 
 
 def _has_rows_of_tokens(program: Program) -> bool:
-    """Whether the model is given token ids [t], of documents one after the other: it looks them up, and nothing that is as
+    """True if the model is given token ids [t], of documents one after the other: it looks them up, and nothing that is as
     long has more than two dims."""
     inputs = {node: node.meta[VAL] for node, spec in program.input_nodes() if spec.kind == "user"}
     long = {
@@ -129,7 +129,7 @@ def _attentions(program: Program) -> list[fx.Node]:
 
 
 def _sees_what_came_before(attention: fx.Node) -> bool:
-    """Whether its queries see all keys before them: late ones cost more, so each rank gets early and late."""
+    """True if its queries see all keys before them: late ones cost more, so each rank gets early and late."""
     causal = attention.target is megafx_attention and argument(attention, "causal")
     return bool(causal and not argument(attention, "window"))
 

@@ -216,7 +216,7 @@ class Executable:
             made.setdefault(direction, []).append(kernels)
 
     def takes_what(self, other: Executable) -> bool:
-        """Whether backward can run on what the other one's forward keeps."""
+        """True if backward can run on what the other one's forward keeps."""
         mine, theirs = ([(s.kind, s.index, s.fqn, s.numel) for s in x.parts.saved] for x in (self, other))
         return mine == theirs
 

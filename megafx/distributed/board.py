@@ -200,7 +200,7 @@ class SharedBoard(Board):
             pause = min(pause + 1e-6, 1e-3)
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether the lock that a process holds as long as it lives is free."""
+        """True if the lock that a process holds as long as it lives is free."""
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:

@@ -359,7 +359,7 @@ def _memory(x: torch.Tensor) -> int:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether x is an ordinary contiguous tensor that fills its memory."""
+    """True if x is an ordinary contiguous tensor that fills its memory."""
     if type(x) not in (torch.Tensor, *_PLAIN) or x.is_meta or not x.is_contiguous() or x.is_inference():
         return False
     return x.untyped_storage().nbytes() == x.numel() * x.element_size()

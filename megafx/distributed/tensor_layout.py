@@ -207,5 +207,5 @@ def _placement(spec: DTensorSpec) -> Placement:
 
 
 def is_permuted(x: Any) -> bool:
-    """Whether x is a DTensor whose shards are not torch.chunk's."""
+    """True if x is a DTensor whose shards are not torch.chunk's."""
     return isinstance(x, DTensor) and isinstance(x._spec.placements[0], LayoutShard)

@@ -127,7 +127,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a name of a module is taken to mean the same in all calls: a module, a class, a function of a library."""
+    """True if a name of a module is taken to mean the same in all calls: a module, a class, a function of a library."""
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return False
     of_torch = str(getattr(value, "__module__", "")).split(".")[0] == "torch"

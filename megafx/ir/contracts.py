@@ -289,7 +289,7 @@ def check_gradients(program: Program) -> None:
 
 
 def _is_before_reduction(have: Sequence[Any], parameter: fx.Node) -> bool:
-    """Whether this is the shape of a gradient before its reduce-scatter to the parameter's rows over data-parallel ranks."""
+    """True if this is the shape of a gradient before its reduce-scatter to the parameter's rows over data-parallel ranks."""
     readers = [*parameter.users]
     for node in readers:  # casts of it may be what is gathered
         readers += [u for u in node.users if str(node.target) == QUANTIZE or node.target is operator.getitem]

@@ -151,7 +151,7 @@ def behind_padding(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op returns views of its first operand, by its schema (`Tensor(a)`), `unbind` and `split` included."""
+    """True if the op returns views of its first operand, by its schema (`Tensor(a)`), `unbind` and `split` included."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -166,14 +166,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether the op changes memory of an operand: its schema says so."""
+    """True if the op changes memory of an operand: its schema says so."""
     return (
         node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     )
 
 
 def shows_operand(node: fx.Node) -> bool:
-    """Whether the node is a view of its first operand, or one part of a tuple of views."""
+    """True if the node is a view of its first operand, or one part of a tuple of views."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return is_view(node)
@@ -195,7 +195,7 @@ def readers_of(base: fx.Node, also: Container[Any] = ()) -> set[fx.Node]:
 
 
 def _is_all_of(view: Any, base: fx.Node) -> bool:
-    """Whether a view shows the whole memory of its base, in order."""
+    """True if a view shows the whole memory of its base, in order."""
     if behind(view, RESHAPES) is base:
         return True
     sizes = [n.meta[VAL].numel() if n.meta[VAL].is_contiguous() else None for n in (view, base)]
@@ -217,7 +217,7 @@ def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
 
 
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
-    """Whether two results of `memory_of` share elements."""
+    """True if two results of `memory_of` share elements."""
     return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]
 
 
@@ -253,7 +253,7 @@ _SAME_ELEMENTS = ("view", "reshape", "expand", "unsqueeze", "squeeze", "detach",
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a value is 0 in all elements by construction."""
+    """True if a value is 0 in all elements by construction."""
     while op_name(node) in _SAME_ELEMENTS:
         node = node.args[0]
     name = op_name(node)
@@ -288,7 +288,7 @@ class Draw(NamedTuple):
 
 
 def is_draw(op: Any) -> bool:
-    """Whether a node, or an operator, draws random bits."""
+    """True if a node, or an operator, draws random bits."""
     return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(Draw._fields)
 
 

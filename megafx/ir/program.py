@@ -168,7 +168,7 @@ class Recomputed:
     offloaded: int = 0  # bytes that wait on the host
 
     def holds(self, sizes: Mapping[Any, int]) -> bool:
-        """Whether a call of these sizes keeps no more than what is promised."""
+        """True if a call of these sizes keeps no more than what is promised."""
         return self.promise is None or self.at is None or int(self.at.xreplace(sizes)) <= self.promise
 
     def __str__(self) -> str:

@@ -112,24 +112,24 @@ class Sizes:
         return not self.factors(structural)[1]
 
     def mentions(self, structural: int, name: str) -> bool:
-        """Whether the named symbol ('batch', 'seq') is in this size."""
+        """True if the named symbol ('batch', 'seq') is in this size."""
         symbol = self.symbols.get(name)
         return symbol is not None and any(symbol in a.free_symbols for a in self.factors(structural)[1])
 
     def is_one_of(self, structural: int, names: Iterable[str]) -> bool:
-        """Whether this is one of the named symbols, or follows from one alone (s - 1, 2 * s)."""
+        """True if this is one of the named symbols, or follows from one alone (s - 1, 2 * s)."""
         powers = self.factors(structural)[1]
         wanted = {self.symbols[name] for name in names if name in self.symbols}
         return [*powers.values()] == [1] and any(a.free_symbols <= wanted for a in powers)
 
     def from_data(self, structural: int) -> bool:
-        """Whether data decides this size."""
+        """True if data decides this size."""
         if not self.row_counts or structural < FIRST_PRIME:
             return False
         return any(not self.row_counts.keys().isdisjoint(a.free_symbols) for a in self.factors(structural)[1])
 
     def shards_to_one(self, structural: int, t: int) -> bool:
-        """Whether the traced size is symbolic, and ranks hold at most one element of it: torch specialises such a size.
+        """True if the traced size is symbolic, and ranks hold at most one element of it: torch specialises such a size.
 
         A sequence is traced so short where a table of the model bounds it (capture/dims.py).
         """

@@ -100,13 +100,13 @@ def trace_of_forward(frame: FrameType | None) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """Whether code in `file` is the user's (a model library's counts as such)."""
+    """True if code in `file` is the user's (a model library's counts as such)."""
     path = file.replace(os.sep, "/")
     return not (file.startswith(_WRAPPERS) or path.endswith(_WRAPPER_ENDS) or _EINOPS in path)
 
 
 def is_installed(path: str) -> bool:
-    """Whether a file belongs to an installed package."""
+    """True if a file belongs to an installed package."""
     return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 

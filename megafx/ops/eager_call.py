@@ -206,7 +206,7 @@ _here = _Here()
 
 
 def in_eager_code() -> bool:
-    """Whether this thread runs code of a module that is left eager: its submodules run their own."""
+    """True if this thread runs code of a module that is left eager: its submodules run their own."""
     return _here.inside
 
 

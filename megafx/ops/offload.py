@@ -108,5 +108,5 @@ RELOAD, RELOADED = torch.ops.megafx.reload.default, torch.ops.megafx.reloaded.de
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether the value takes no device memory."""
+    """True if the value takes no device memory."""
     return node.target in (OFFLOAD, OFFLOADED)

@@ -85,7 +85,7 @@ class Running:
     own: frozenset[int] = frozenset()  # ids of what the graph differentiates with respect to
 
     def any_of(self, sources: Sequence[Any]) -> bool:
-        """Whether a gradient comes from one of these (ir/program.py: Source)."""
+        """True if a gradient comes from one of these (ir/program.py: Source)."""
         return any(s in self.tangents if isinstance(s, str) else s[1] in self.used.get(s[0], ()) for s in sources)
 
     def comes_to(self, key: str, result: int) -> bool:
@@ -198,7 +198,7 @@ def record(
 
 
 def is_handle(x: Any) -> bool:
-    """Whether x is the handle of a tape: hooks on what autograd saves get none."""
+    """True if x is the handle of a tape: hooks on what autograd saves get none."""
     return (
         isinstance(x, Tensor)
         and x.dim() == 0

@@ -141,7 +141,7 @@ class DataAxis:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds less than whole parameters."""
+        """True if a rank holds less than whole parameters."""
         return self.sharing > 1
 
     @property

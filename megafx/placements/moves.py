@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def same_size(a: Size, b: Size) -> bool:
-    """Whether two sizes are known to be equal, without specialising them."""
+    """True if two sizes are known to be equal, without specialising them."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return statically_known_true(a == b)
@@ -201,7 +201,7 @@ def from_stacked(stacked: Any, dim: int, layout: Sequence[Size], t: int, ops: Op
 
 
 def is_identity(src: str, dst: str, src_layout: Sequence[Size], dst_layout: Sequence[Size], t: int) -> bool:
-    """Whether every rank's value stays as it is."""
+    """True if every rank's value stays as it is."""
     if t == 1 or {src, dst} == {"I", "R"}:
         return True
     return src == dst and same_sizes(src_layout, dst_layout)

@@ -113,7 +113,7 @@ class Layout:
         return held if held > 1 + SYMBOLIC_PADDING else 1.0
 
     def padded(self, t: int) -> bool:
-        """Whether some rank holds padding (a symbolic count, being prime, counts as padded)."""
+        """True if some rank holds padding (a symbolic count, being prime, counts as padded)."""
         return any(b.count % self.chunks(t) for b in self.blocks)
 
     def simple(self) -> bool:
@@ -125,7 +125,7 @@ class Layout:
         return self.simple() and not self.padded(t)
 
     def cuts_alike(self, other: Layout, t: int) -> bool:
-        """Whether every rank holds the same pieces and as much padding: 40 units of 1 and 20 of 2 on 7 ranks.
+        """True if every rank holds the same pieces and as much padding: 40 units of 1 and 20 of 2 on 7 ranks.
 
         For static sizes; a structural integer may agree by chance.
         """

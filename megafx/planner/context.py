@@ -89,7 +89,7 @@ ANY_VALUE: Accepts = frozenset("IRS")  # an output without gradient may stay sha
 
 
 def accepts(wanted: Accepts, placement: Placement) -> bool:
-    """Whether an output may leave the graph at this placement."""
+    """True if an output may leave the graph at this placement."""
     return placement.kind in wanted or placement.tag in wanted or placement in wanted
 
 

@@ -153,7 +153,7 @@ def _copied(collective: str, t: int) -> float:
 
 
 def in_pieces(placement: Placement, shape: Sequence[int]) -> bool:
-    """Whether a rank's shard of a value of `shape` (structural) may be several ranges of its memory."""
+    """True if a rank's shard of a value of `shape` (structural) may be several ranges of its memory."""
     return placement.is_shard and (math.prod(shape[: placement.dim]) > 1 or not placement.cut.simple())
 
 

@@ -98,7 +98,7 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
 
 
 def reshapes_tokens(node: fx.Node) -> bool:
-    """Whether this reshapes into or out of values that have their tokens in one dim."""
+    """True if this reshapes into or out of values that have their tokens in one dim."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     return isinstance(source, fx.Node) and op_name(node) in VIEWS and (TOKENS in node.meta) != (TOKENS in source.meta)
 
@@ -115,7 +115,7 @@ def token_places(program: Program, rules: dict[fx.Node, OpRule]) -> list[Place]:
 
 
 def cuts_rows(placement: Placement, t: int) -> bool:
-    """Whether tokens are cut by whole rows of the batch whose number t does not divide; any other cut is one of tokens."""
+    """True if tokens are cut by whole rows of the batch whose number t does not divide; any other cut is one of tokens."""
     return any(unit != 1 and count % t for count, unit in placement.cut.blocks)
 
 
@@ -333,7 +333,7 @@ class Policy:
         return wanted
 
     def stays(self, node: fx.Node) -> bool:
-        """Whether this is a weight that is neither gathered nor cut where it is used."""
+        """True if this is a weight that is neither gathered nor cut where it is used."""
         return not self.free and node in self.weights and self.yields.holds(WEIGHTS_STAY, node)
 
     def allows_transition(self, node: fx.Node, src: Placement, dst: Placement) -> bool:

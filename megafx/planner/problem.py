@@ -103,7 +103,7 @@ class Problem:
         return self._memo[key]
 
     def in_pieces(self, node: fx.Node, placement: Placement) -> bool:
-        """Whether gathers and scatters of the value's shards copy it: at some batch size, if not at the workload's."""
+        """True if gathers and scatters of the value's shards copy it: at some batch size, if not at the workload's."""
         return placement.is_shard and in_pieces(placement, self.program.sizes.shape(node.meta[VAL]))
 
     def tree(

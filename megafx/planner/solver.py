@@ -444,7 +444,7 @@ def _conflict(problem: _Problem, dead: int) -> tuple[list[Hashable], bool]:
 
 
 def _conflicts(problem: _Problem, tables: list[tuple[tuple[int, ...], int]], inside: set[int]) -> bool:
-    """Whether the tables within these variables alone allow no assignment."""
+    """True if the tables within these variables alone allow no assignment."""
     part = {v: problem.sizes[v] for v in sorted(inside)}
     among = [Table(s, problem.arrays[k]) for s, k in tables if inside.issuperset(s)]
     small = _Problem(part, among)

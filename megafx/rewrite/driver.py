@@ -158,7 +158,7 @@ class _Run:
             yield from self._leads(trace)
 
     def _may_have(self, first: Trace, dtypes: dict[str, torch.dtype]) -> bool:
-        """Whether the graph has a node that could be the root with these dtypes, going by the trace with other ones.
+        """True if the graph has a node that could be the root with these dtypes, going by the trace with other ones.
 
         What differs between the traces is dtypes, and which casts there are.
         """

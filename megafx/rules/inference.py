@@ -204,7 +204,7 @@ def _is_tensor(n: fx.Node) -> bool:
 
 
 def same_value(a: Placement, b: Placement, t: int, sizes: Sizes) -> bool:
-    """Whether the two say the same of a value: equal, or shards whose layouts differ by units alone."""
+    """True if the two say the same of a value: equal, or shards whose layouts differ by units alone."""
     if a == b:
         return True
     shards = a.is_shard and b.is_shard and a.dim == b.dim
@@ -212,7 +212,7 @@ def same_value(a: Placement, b: Placement, t: int, sizes: Sizes) -> bool:
 
 
 def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None) -> bool:
-    """Whether a value is constant along a dim by construction: a piece of it is then a shard, whichever piece it is.
+    """True if a value is constant along a dim by construction: a piece of it is then a shard, whichever piece it is.
 
     Gradients of sums are: expand(g) to a rank's local shape holds the same on every rank. cut: how the dim is to be cut; in a
     merged dim [batch, heads] that is cut within each batch, being constant along the heads is enough.

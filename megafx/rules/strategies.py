@@ -91,13 +91,13 @@ class Template:
         return self.results[-1 - i] if i < 0 else self.operands[i].factors
 
     def summed(self, f: str, result: int = 0) -> bool:
-        """Whether sharding f leaves the result partial: f is not in it, and the op is linear in an operand that has f."""
+        """True if sharding f leaves the result partial: f is not in it, and the op is linear in an operand that has f."""
         return not self.carries(-1 - result, f) and any(
             self.carries(i, f) for g, outs in self.groups if outs[result] == "P" for i in g
         )
 
     def untouched(self, f: str, result: int) -> bool:
-        """Whether a result does not depend on how f is sharded: only operands that it is independent of have f."""
+        """True if a result does not depend on how f is sharded: only operands that it is independent of have f."""
         role = self.roles[result] if self.roles else "x"
         carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
         if result in self.reads and carriers.isdisjoint(self.reads[result]):
@@ -105,7 +105,7 @@ class Template:
         return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
 
     def written_out(self, f: str) -> bool:
-        """Whether ranks that shard f compute the op by other ops (`Localized`)."""
+        """True if ranks that shard f compute the op by other ops (`Localized`)."""
         return self.localized is not None and f == self.localized.factor
 
     def carries(self, i: int, f: str) -> bool:

@@ -93,7 +93,7 @@ def _local(x: Any) -> Any:
 
 
 def _other_dim(x: CacheShard, args: Any) -> bool:
-    """Whether the second argument names a dim other than the sharded one."""
+    """True if the second argument names a dim other than the sharded one."""
     dim = args[1] if len(args) > 1 else 0
     return bool(dim % x.dim() != x.placement.dim)
 

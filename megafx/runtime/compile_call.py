@@ -186,7 +186,7 @@ def _beside(
 
 
 def _gives_more_than_a_loss(captured: Program, planner: Planner) -> bool:
-    """Whether outputs beside a loss require a gradient in eager mode, and are compiled without."""
+    """True if outputs beside a loss require a gradient in eager mode, and are compiled without."""
     if planner.wants_grad is None or planner.config.differentiable_outputs or not any(o.loss for o in captured.outputs):
         return False
     return any(o.requires_grad and not o.loss for o in captured.outputs)

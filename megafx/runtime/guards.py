@@ -252,7 +252,7 @@ def name_now(model: nn.Module, module: nn.Module, before: str) -> str:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether a module has a forward: lists and dicts of modules have none."""
+    """True if a module has a forward: lists and dicts of modules have none."""
     return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
 
 

@@ -226,7 +226,7 @@ class HeldBack:
 
 
 def adds_in_place(parameter: Any, edge: Any) -> bool:
-    """Whether autograd would add this parameter's gradient to its `.grad`, and no hook sees what is added.
+    """True if autograd would add this parameter's gradient to its `.grad`, and no hook sees what is added.
 
     edge: the autograd node that receives it.
     """

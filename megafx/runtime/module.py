@@ -82,7 +82,7 @@ def save(model: nn.Module, options: dict[str, Any], runtime: Runtime) -> None:
 
 
 def _wanted(main: bool, runtime: Runtime) -> bool:
-    """Whether some rank is to write."""
+    """True if some rank is to write."""
     group = runtime.everyone
     if group is None:
         return main
@@ -113,7 +113,7 @@ class Parallel:
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether ranks share the model: the Trainer then leaves placement and reductions to it, and saves on all ranks."""
+        """True if ranks share the model: the Trainer then leaves placement and reductions to it, and saves on all ranks."""
         return self.megafx.everyone is not None
 
     @property

@@ -644,7 +644,7 @@ class Runtime:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files: the first of all tensor- and data-parallel ranks."""
+        """True if this is the rank that writes files: the first of all tensor- and data-parallel ranks."""
         return self.rank == 0 and all(place.rank == 0 for place in self.meshes.axes.values())
 
     @property

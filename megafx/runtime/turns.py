@@ -19,7 +19,7 @@ class Turns:
 
     @property
     def capturing(self) -> bool:
-        """Whether for this thread the model is the user's own: its forward, its hooks."""
+        """True if for this thread the model is the user's own: its forward, its hooks."""
         return self._thread == threading.get_ident()
 
     @contextlib.contextmanager

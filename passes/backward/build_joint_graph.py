@@ -338,7 +338,7 @@ def _free_of_strides(program: Program) -> None:
 
 
 def _is_a_row(node: fx.Node) -> bool:
-    """Whether at most one dim is longer than 1: there is one way to lay it out."""
+    """True if at most one dim is longer than 1: there is one way to lay it out."""
     value = node.meta.get(VAL)
     return isinstance(value, torch.Tensor) and sum(not (isinstance(n, int) and n == 1) for n in value.shape) <= 1
 

@@ -98,7 +98,7 @@ class _Widen:
         return self._cast(node)
 
     def _widen_loss(self, node: fx.Node) -> bool:
-        """Whether the node is the gradient of the weight of a fused loss, which is fp32 now."""
+        """True if the node is the gradient of the weight of a fused loss, which is fp32 now."""
         scaled = node.target is mfx.linear_cross_entropy_backward.default
         part: Any = node.args[0] if scaled else node
         source: Any = part.args[0] if part.op == "call_function" and part.args else None

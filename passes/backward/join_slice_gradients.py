@@ -50,7 +50,7 @@ def join_slice_gradients(program: Program, planner: Planner) -> int:
 
 
 def _is_sum(node: fx.Node, sizes: Sizes) -> bool:
-    """Whether it adds two tensors of one shape and dtype."""
+    """True if it adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     tensors = [x.meta[VAL] for x in node.args if isinstance(x, fx.Node) and isinstance(x.meta.get(VAL), torch.Tensor)]

@@ -304,7 +304,7 @@ class NodeGradients:
 
 
 def _is_placed(result: Any, traced: _Traced) -> bool:
-    """Whether a copy of the nodes has this result."""
+    """True if a copy of the nodes has this result."""
     return result is None or (isinstance(result, Value) and result.node in traced.places)
 
 

@@ -88,7 +88,7 @@ class Editor:
         return [self.arg(n) for n in value.shape]
 
     def same(self, a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-        """Whether two sizes are equal for every value of the symbols."""
+        """True if two sizes are equal for every value of the symbols."""
         if isinstance(a, int) and isinstance(b, int):
             return a == b
         return self.program.sizes.of(a) == self.program.sizes.of(b)

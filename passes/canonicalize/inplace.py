@@ -217,7 +217,7 @@ class _Functionalizer:
         node.target, node.args, node.kwargs = aten.copy_.default, (out, value), {}
 
     def _has_gradient(self, base: fx.Node) -> bool:
-        """Whether the value may have one in eager mode."""
+        """True if the value may have one in eager mode."""
         if not self.grads:
             return False
         kind = dict(self.editor.program.input_nodes())[base].kind if base.op == "placeholder" else ""
@@ -226,7 +226,7 @@ class _Functionalizer:
         return base in self.active
 
     def _detached(self, name: fx.Node) -> bool:
-        """Whether the name is a view of a detached tensor: autograd sees no write into the base."""
+        """True if the name is a view of a detached tensor: autograd sees no write into the base."""
         while name in self.parent:
             if name.target is aten.detach.default:
                 return True
@@ -309,7 +309,7 @@ class _Functionalizer:
 
 
 def _is_composite(target: torch._ops.OpOverload) -> bool:
-    """Whether the op is made of others: it may return a view and not say so in its schema, as type_as and einsum do."""
+    """True if the op is made of others: it may return a view and not say so in its schema, as type_as and einsum do."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 

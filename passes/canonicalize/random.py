@@ -139,7 +139,7 @@ def refuse_other_randomness(editor: Editor) -> None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether the op is random in this graph: not where it is dropout that is off."""
+    """True if the op is random in this graph: not where it is dropout that is off."""
     if node.target is torch.ops.megafx.dropout.default:
         return False
     for name in ("train", "training"):

@@ -381,7 +381,7 @@ def _sizes_of(node: fx.Node) -> list[torch.SymInt]:
 
 
 def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
-    """Whether a size in the node's value is one of data as export has it."""
+    """True if a size in the node's value is one of data as export has it."""
     return any(env.of_data(n.node.expr) for n in _sizes_of(node))
 
 

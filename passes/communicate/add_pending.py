@@ -84,6 +84,6 @@ def _is_flip(node: fx.Node) -> bool:
 
 
 def _is_alone(product: fx.Node, output: fx.Node) -> bool:
-    """Whether the product is seen as gradients only: whole, or rows of it."""
+    """True if the product is seen as gradients only: whole, or rows of it."""
     rows = {u for u in product.users if u.target is aten.slice.Tensor and u.args[1] == 0}
     return all(user is output for part in (product, *rows) for user in part.users if user not in rows)

@@ -52,7 +52,7 @@ def coalesce_gradients(program: Program, planner: Planner) -> int:
 
 
 def _is_small_sum(node: Any, output: fx.Node, results: list[Any]) -> bool:
-    """Whether this gradient is a sum over ranks that nobody but the caller sees, of a known and small size."""
+    """True if this gradient is a sum over ranks that nobody but the caller sees, of a known and small size."""
     if not (isinstance(node, fx.Node) and node.target is torch.ops.megafx.transition.default):
         return False
     value = node.meta[VAL]

@@ -151,7 +151,7 @@ class _Adder:
         return self.data.sharded and gradients.base.meta[VAL].ndim > 0
 
     def _of_experts(self, gradients: _Gradients) -> bool:
-        """Whether a rank has its experts alone: the tokens of the ranks that have others went into it."""
+        """True if a rank has its experts alone: the tokens of the ranks that have others went into it."""
         return self.program.outputs[gradients.results[0]].name in self.batch.experts
 
     def _varies(self, gradients: _Gradients) -> bool:

@@ -154,7 +154,7 @@ def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
 
 
 def _is_waited_for(wait: fx.Node) -> bool:
-    """Whether anything is computed from the result: an output, seen through views alone, is not waited for."""
+    """True if anything is computed from the result: an output, seen through views alone, is not waited for."""
     todo = list(wait.users)
     while todo:
         node = todo.pop()

@@ -138,7 +138,7 @@ class _Mixture:
         return bool(node.target is ops.group_ends.default and node.args[0] is self.ids)
 
     def _looks_up(self, node: fx.Node) -> bool:
-        """Whether a node takes the entry of each row's expert from a value that has one for each."""
+        """True if a node takes the entry of each row's expert from a value that has one for each."""
         args = node.args
         if node.target is aten.index.Tensor and len(args[1]) == 1:
             source, by = args[0], args[1][0]
@@ -172,7 +172,7 @@ class _Mixture:
         return {node: None for node in self.sorted if node in moved}
 
     def _is_small(self, node: fx.Node) -> bool:
-        """Whether a row of a value is a number or two, which may travel."""
+        """True if a row of a value is a number or two, which may travel."""
         return all(math.prod(v.shape[1:]) <= _SMALL for v in tensors_of(node))
 
     # -- the ops in their place

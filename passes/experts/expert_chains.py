@@ -232,7 +232,7 @@ class InStep(ABC):
         return found
 
     def alike(self, values: tuple[Any, ...]) -> bool:
-        """Whether one op on all rows can do what these do."""
+        """True if one op on all rows can do what these do."""
         first = values[0]
         if not one_op(values) or len({*values}) < len(values):
             return False
@@ -384,7 +384,7 @@ def row_symbol(value: Any) -> sympy.Symbol | None:
 
 
 def has_rows(value: fx.Node, user: fx.Node) -> bool:
-    """Whether a dim of this operand meets the rows of the result."""
+    """True if a dim of this operand meets the rows of the result."""
     shape = value.meta[VAL].shape
     return len(shape) == user.meta[VAL].dim() and shape[0] != 1
 

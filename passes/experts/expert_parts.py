@@ -93,7 +93,7 @@ class OwnExperts:
 
 
 def keeps_experts(node: fx.Node) -> bool:
-    """Whether a node is a view or a cast of its operand with the same first dim."""
+    """True if a node is a view or a cast of its operand with the same first dim."""
     if node.op != "call_function" or not node.args:
         return False
     args = node.args

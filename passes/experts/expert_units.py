@@ -368,7 +368,7 @@ def counted_ids(ends: Any, experts: int) -> Any:
 
 
 def never_negative(ids: Any) -> bool:
-    """Whether ids are indices that topk, sort or argmax gave, in any order."""
+    """True if ids are indices that topk, sort or argmax gave, in any order."""
     ids = _plain(ids, casts=True)
     if not isinstance(ids, fx.Node) or ids.op != "call_function":
         return False
@@ -411,7 +411,7 @@ def _operand(node: Any, i: int) -> Any:
 
 
 def same_elements(a: Any, b: Any) -> bool:
-    """Whether two nodes hold the same elements in the same order, up to their shape."""
+    """True if two nodes hold the same elements in the same order, up to their shape."""
 
     def root(node: Any) -> Any:
         node = _plain(node, casts=True)

@@ -66,7 +66,7 @@ class _Joining:
         self.reasons: dict[fx.Node, NotByRow] = {}
 
     def join(self, last: Product) -> bool:
-        """Whether this product is the last of a mixture that is joined now."""
+        """True if this product is the last of a mixture that is joined now."""
         try:
             found = units.find_unit(self.program, self.products, last)
             if found is not None and last.looked_up and not units.never_negative(last.by):
@@ -177,7 +177,7 @@ class _Joining:
 
 
 def _cheaper(products: list[Product], t: int, cut: bool) -> bool:
-    """Whether whole experts are less work. cut: whether splitting them in their ffn splits the work.
+    """True if whole experts are less work. cut: whether splitting them in their ffn splits the work.
 
     As in a training step, since all graphs of a model share the weights: each product three times, the first ones once more.
     """

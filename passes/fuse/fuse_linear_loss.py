@@ -101,7 +101,7 @@ def head_of(program: Program, logits: fx.Node) -> Head:
 
 
 def _keeps_rows(program: Program, node: fx.Node) -> bool:
-    """Whether the node only rearranges, selects or widens rows of its operand."""
+    """True if the node only rearranges, selects or widens rows of its operand."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return False

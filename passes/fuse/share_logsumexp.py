@@ -49,7 +49,7 @@ def share_logsumexp(program: Program, planner: Planner) -> int:
 
 
 def _of_rows(node: fx.Node) -> bool:
-    """Whether it sums over the last dim."""
+    """True if it sums over the last dim."""
     source, dims = node.args[:2]
     return [d % source.meta[VAL].dim() for d in dims] == [source.meta[VAL].dim() - 1]
 

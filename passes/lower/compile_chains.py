@@ -68,7 +68,7 @@ def compile_chains(program: Program, planner: Planner) -> int:
 
 
 def is_work(node: fx.Node) -> bool:
-    """Whether it is an op that Inductor would make part of a kernel."""
+    """True if it is an op that Inductor would make part of a kernel."""
     target = node.target
     if target is operator.getitem:
         source = node.args[0]
@@ -81,14 +81,14 @@ def is_work(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Whether all tensors that it reads are on its device (a number may be on the host), and none is complex."""
+    """True if all tensors that it reads are on its device (a number may be on the host), and none is complex."""
     values = [n.meta.get(VAL) for n in (node, *node.all_input_nodes)]
     tensors = [x for v in values for x in (v if isinstance(v, (tuple, list)) else [v]) if isinstance(x, torch.Tensor)]
     return len({x.device for x in tensors}) == 1 and not any(x.is_complex() for x in tensors)
 
 
 def _shows(node: fx.Node) -> bool:
-    """Whether it is a view, or a part of one."""
+    """True if it is a view, or a part of one."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _shows(node.args[0])
     return is_view(node) and not is_work(node)

@@ -99,7 +99,7 @@ class _Finder:
         return self.always or elements * value.element_size() >= LEAST_BYTES
 
     def _pays(self, node: fx.Node, elements: int, itemsize: int) -> bool:
-        """Whether a reduce-scatter (hidden, where a product makes the rows) and a gather take less than an all-reduce does."""
+        """True if a reduce-scatter (hidden, where a product makes the rows) and a gather take less than an all-reduce does."""
         t, hardware = self.place.size, self.hardware
         rate = hardware.transfer_bytes_per_second or hardware.link_bytes_per_second
         one = elements * itemsize * (t - 1) / t / rate
@@ -294,7 +294,7 @@ def _product_behind(x: Any) -> fx.Node | None:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether the rows (all dims but the last) of a value are those of its first operand, in order, perhaps with some cut
+    """True if the rows (all dims but the last) of a value are those of its first operand, in order, perhaps with some cut
     off or zeros added at the end."""
     if node.op != "call_function" or not isinstance(node.meta.get(VAL), torch.Tensor):
         return False
@@ -326,7 +326,7 @@ def _sizes(node: fx.Node) -> list[Any] | None:
 
 
 def _reads_rows(product: fx.Node, gathered: fx.Node) -> bool:
-    """Whether the product's rows are those of what is gathered."""
+    """True if the product's rows are those of what is gathered."""
     if product.target not in PRODUCTS:
         return False
     node = _left(product)
@@ -354,7 +354,7 @@ def _left(product: fx.Node) -> Any:
 
 
 def _adds(product: fx.Node, base: fx.Node) -> bool:
-    """Whether the product adds to `base` or a view of it, perhaps in place."""
+    """True if the product adds to `base` or a view of it, perhaps in place."""
     return product.target is aten.addmm.default and storage_of(product.args[0]) is base
 
 

@@ -131,12 +131,12 @@ class _Flattener:
         return region
 
     def _beside_weights(self, node: fx.Node) -> bool:
-        """Whether an embedding makes the value, or a product with a weight makes or reads it."""
+        """True if an embedding makes the value, or a product with a weight makes or reads it."""
         products = [n for n in (*node.all_input_nodes, *node.users) if cost_kind(op_name(n)) == MATMUL]
         return op_name(node) == "embedding" or any(a in self.weights for n in products for a in n.all_input_nodes)
 
     def _by_token(self, node: fx.Node, lead: tuple[int, ...]) -> bool:
-        """Whether the op computes each token of [*lead, n] from that of its operands."""
+        """True if the op computes each token of [*lead, n] from that of its operands."""
         if node.op != "call_function" or node not in self.active or node in self.owned:
             return False
         if is_draw(node) and draw_of(node).shard_dim >= 0:  # cut by an outer axis, along one of these dims

@@ -128,7 +128,7 @@ class Spender:
         return self.dropped
 
     def _spend(self, promise: int, size: int) -> bool:
-        """Whether anything was dropped. size: layers in a chunk, within which values may be recomputed; 0: all of them."""
+        """True if anything was dropped. size: layers in a chunk, within which values may be recomputed; 0: all of them."""
         before = len(self.dropped)
         chunks: dict[int, list[fx.Node]] = {}
         for node in self.kept.saved:
@@ -178,7 +178,7 @@ class Spender:
         return Drop(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead, copied, gain)
 
     def _from_inputs(self, cone: list[fx.Node], instead: list[fx.Node]) -> bool:
-        """Whether nothing else is needed for the cone (an embedding): then readers may be in any layer."""
+        """True if nothing else is needed for the cone (an embedding): then readers may be in any layer."""
         operands = {a for n in cone for a in when_repeated(n)}
         return not instead and all(a in cone or is_given(a) or is_size(a) for a in operands)
 

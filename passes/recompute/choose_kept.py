@@ -92,7 +92,7 @@ def _choose(program: Program, planner: Planner) -> int:
 
 
 def is_asked(program: Program, config: Config) -> bool:
-    """Whether anything that is not free is to be recomputed or offloaded."""
+    """True if anything that is not free is to be recomputed or offloaded."""
     asked = config.activation_memory_budget is not None or config.recompute_granularity is not None
     if asked or config.cpu_offloading:
         return True

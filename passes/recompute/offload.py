@@ -52,7 +52,7 @@ class Offload:
         self.shared = outputs
 
     def may(self, node: fx.Node) -> bool:
-        """Whether to offload the value frees memory: not what the user holds, nor what is read for lazy outputs."""
+        """True if offloading the value frees memory: not what the user holds, nor what is read for lazy outputs."""
         if not is_value(node) or is_given(node) or in_backward(node) or not bytes_of(self.program, node):
             return False
         readers = self.kept.readers.get(node, ())
@@ -113,7 +113,7 @@ class _Link:
         return self.seconds[whole(node)] / bytes_of(self.program, node)
 
     def carries(self, node: fx.Node) -> bool:
-        """Whether no copy is waited for if this one is added; adds it then."""
+        """True if no copy is waited for if this one is added; adds it then."""
         copies, free = sorted([*self.copies, node], key=self.made.__getitem__), 0.0
         for copy in copies:
             free = max(free, self.made[copy]) + bytes_of(self.program, copy) / self.rate

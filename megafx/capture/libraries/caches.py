@@ -182,7 +182,7 @@ _ONLY_REPLACE = ("DynamicLayer", "DynamicSlidingWindowLayer")  # updates make ne
 
 
 def is_cache(value: Any, bases: tuple[str, ...] = ("Cache",)) -> bool:
-    """Whether a value is one of transformers' caches."""
+    """True if a value is one of transformers' caches."""
     return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in type(value).__mro__)
 
 

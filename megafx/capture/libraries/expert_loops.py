@@ -163,7 +163,7 @@ def _symbols(value: Any) -> set[Any]:
 
 
 def _selected(args: Any, iteration: _Iteration) -> bool:
-    """Whether rows of this iteration are among the arguments."""
+    """True if rows of this iteration are among the arguments."""
     return any(_symbols(a) & iteration.rows for a in tree_leaves(args))
 
 

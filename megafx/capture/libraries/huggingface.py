@@ -101,7 +101,7 @@ def _seen_by(function: Any) -> tuple[bool, int] | None:
 
 
 def _by_indices(function: Any) -> bool:
-    """Whether a mask function, and all that it calls, are transformers' own, which take indices of any shape."""
+    """True if a mask function, and all that it calls, are transformers' own, which take indices of any shape."""
     if isinstance(function, (tuple, list)):
         return all(map(_by_indices, function))
     if getattr(function, "__module__", None) != "transformers.masking_utils":
@@ -226,7 +226,7 @@ def _is_one_row(x: Tensor) -> bool:
 
 
 def _counts(position_ids: Tensor) -> bool:
-    """Whether each row of a traced tensor is an arange, whatever it starts at."""
+    """True if each row of a traced tensor is an arange, whatever it starts at."""
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(position_ids, mode.tracer, None)
     node = getattr(getattr(slot, "proxy", None), "node", None)
@@ -277,7 +277,7 @@ BATCH, SEQ, TARGET_SEQ = 2, 64, 48  # trace sizes, never the workload; the two s
 
 
 def is_hf_model(model: nn.Module) -> bool:
-    """Whether some base class of the model is transformers' PreTrainedModel."""
+    """True if some base class of the model is transformers' PreTrainedModel."""
     return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers") for c in type(model).__mro__)
 
 

@@ -55,7 +55,7 @@ def _without_padding(old: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _nests(encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> bool:
-    """Whether the layers compute with a nested tensor, if padding is behind the tokens in all rows: as torch decides."""
+    """True if the layers compute with a nested tensor, if padding is behind the tokens in all rows: as torch decides."""
     first: Any = encoder.layers[0]
     if not torch.backends.mha.get_fastpath_enabled() or not getattr(encoder, "use_nested_tensor", False):
         return False

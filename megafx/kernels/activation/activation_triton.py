@@ -290,7 +290,7 @@ class _Operands(NamedTuple):
         return self.gate.stride, self.gate.stride if self.up is None else self.up.stride
 
     def one_row(self, columns: Any) -> bool:
-        """Whether rows follow each other and no column matters: one long row is full tiles, whatever the shape."""
+        """True if rows follow each other and no column matters: one long row is full tiles, whatever the shape."""
         packed = self.gated and self.up is None
         return self.bias is None and not packed and self.strides() == (columns, columns)
 

@@ -97,7 +97,7 @@ def _attention(
 
 
 def _is_padding(mask: Any) -> bool:
-    """Whether this is a boolean mask [b, t]."""
+    """True if this is a boolean mask [b, t]."""
     return mask is not None and mask.dim() == 2 and mask.dtype == torch.bool
 
 
@@ -179,7 +179,7 @@ def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 11) -> in
 
 
 def _is_own(args: Sequence[Any], options: int) -> bool:
-    """Whether attention of some of the queries has what the library's kernels have not. args: of a backward op."""
+    """True if attention of some of the queries has what the library's kernels have not. args: of a backward op."""
     window, softcap, p = (args[options + at] for at in (2, 3, 5))
     return any(x is not None for x in args[4:7]) or bool(window or softcap) or draws(p)
 
@@ -243,7 +243,7 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 
 def _is_boolean_padding(mask: Any) -> bool:
-    """Whether `attention_rows` makes the rows that see nothing of this mask: it counts queries from 0."""
+    """True if `attention_rows` makes the rows that see nothing of this mask: it counts queries from 0."""
     return isinstance(mask, Arg) and len(mask.shape) == 2
 
 

@@ -91,7 +91,7 @@ def pieces_of(x: Inputs) -> list[Piece] | None:
 
 
 def takes_library(x: Inputs) -> bool:
-    """Whether torch would take cuDNN for these operands."""
+    """True if torch would take cuDNN for these operands."""
     if x.q.device.type != "cuda" or x.q.dtype not in (torch.bfloat16, torch.float16):
         return False
     grouped = x.q.shape[1] != x.k.shape[1]

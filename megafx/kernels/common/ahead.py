@@ -55,7 +55,7 @@ class Compiling:
 
 
 def compiles_here() -> bool:
-    """Whether this thread is one that compiles kernels."""
+    """True if this thread is one that compiles kernels."""
     return getattr(_local, "compiles", False)
 
 

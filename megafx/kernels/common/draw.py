@@ -41,7 +41,7 @@ def check_draw(name: str, draw: Draw) -> None:
 
 
 def draws(p: float) -> bool:
-    """Whether any element is dropped at this probability."""
+    """True if any element is dropped at this probability."""
     return philox.threshold(p) > 0
 
 

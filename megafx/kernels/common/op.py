@@ -201,7 +201,7 @@ def computes(target: Any) -> Callable[..., Any] | None:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether `define_composite` made it."""
+    """True if `define_composite` made it."""
     return op in _composites
 
 
@@ -258,7 +258,7 @@ def writes_into(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def tracing() -> bool:
-    """Whether Inductor traces: what is computed now are nodes of its graph."""
+    """True if Inductor traces: what is computed now are nodes of its graph."""
     return getattr(_tracing, "on", False)
 
 

@@ -215,7 +215,7 @@ class Recording:
             return self._play(tensors, stream, place)
 
     def fits(self, result: int, memory: Tensor) -> bool:
-        """Whether that result may be made in this memory: the recording allocates such memory for it."""
+        """True if that result may be made in this memory: the recording allocates such memory for it."""
         maker = self.maker[result]
         step = None if maker is None else self.steps[maker]
         if not isinstance(step, Make) or memory.data_ptr() % ALIGNMENT:

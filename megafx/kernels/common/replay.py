@@ -89,7 +89,7 @@ def _unhooked() -> bool:
 
 @functools.cache
 def supported() -> bool:
-    """Whether this Triton's compiled kernels are started as recording.Launch does; says so if not."""
+    """True if this Triton's compiled kernels are started as recording.Launch does; says so if not."""
     import triton
 
     version = tuple(int(n) for n in triton.__version__.split(".")[:2])

@@ -23,7 +23,7 @@ SMALL = 1 << 20  # elements of a tensor below which tiles are smaller
 
 @cache
 def fast_math() -> bool:
-    """Whether kernels may use PTX."""
+    """True if kernels may use PTX."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
