@@ -8,7 +8,8 @@ places of query and key differ as they do in the row, so that causality and wind
 
 Of `torch.nn.attention.varlen`, aten._flash_attention_forward and aten._efficient_attention_forward. Where it does not say the
 same (keys of other lengths, a window that is not the same both ways) the op is megafx.flash_documents or efficient_documents,
-which is sharded over heads. With log-sum-exps, paged keys or dropout it stays as it is, whole on every rank.
+which is sharded over heads. With log-sum-exps or paged keys it stays as it is, whole on every rank. Dropout draws by position
+of the row, as in other attention (`number_dropouts`); where the op is not attention with segments, it is refused.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from megafx.kernels.attention.attention_documents import efficient_documents, fl
 from megafx.passes.canonicalize.editor import Editor, is_tensor
 
 aten = torch.ops.aten
-_PLAIN: Any = (0.0, 0, 0.0, -1, -1, [], "tp")  # no soft-cap, hidden keys are left out, no dropout
 UNLIMITED, FROM_THE_TOP, FROM_THE_BOTTOM = -1, 1, 2  # torch's words: of windows; of custom_mask_type
 
 
 class _Asked(NamedTuple):
-    """ends: of queries and of keys. left, right: how many keys before and after its own a query sees; None: not known."""
+    """ends: of queries and of keys. left, right: how many keys before and after its own a query sees; None: not known. p: of
+    dropout."""
 
     ends: tuple[Any, Any]
     kept: tuple[Any, ...]  # an op that computes the same, and its arguments behind q, k, v
     left: int | None = UNLIMITED
     right: int | None = UNLIMITED
     bias: fx.Node | None = None
+    p: Any = 0.0
 
     def flags(self) -> tuple[bool, int] | None:
         """Causal and window of megafx.attention; None where it has no such window, or queries and keys part differently."""
@@ -62,6 +64,8 @@ def packed_attention(editor: Editor, node: fx.Node) -> bool:
     q, k, _ = (x.meta[VAL] for x in operands)
     flags, emit, tokens = asked.flags(), editor.at(node), q.shape[-3]
     if flags is None or not editor.same(tokens, k.shape[-3]) or (asked.bias is not None and asked.ends[0] is not None):
+        if asked.p:  # its own kernel draws bits that depend on the process
+            return False
         op, *rest = asked.kept
         y = emit(op, *operands, *rest)
     else:
@@ -70,9 +74,8 @@ def packed_attention(editor: Editor, node: fx.Node) -> bool:
         segments = None if asked.ends[0] is None else _documents(editor, node, asked.ends[0], tokens)
         scale = argument(node, "scale")
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        y = emit(
-            torch.ops.megafx.attention.default, *heads, asked.bias, None, segments, None, None, factor, *flags, *_PLAIN
-        )
+        options: Any = (factor, *flags, 0.0, 0, asked.p, -1, -1, [], "tp")  # no soft-cap, hidden keys are left out
+        y = emit(torch.ops.megafx.attention.default, *heads, asked.bias, None, segments, None, None, *options)
         y = emit(aten.transpose.int, y, 1, 2)
         y = y if q.dim() == 4 else emit(aten.select.int, y, 0, 0)
     for user in list(node.users):
@@ -119,9 +122,9 @@ def _varlen(node: fx.Node) -> _Asked | None:
 
 
 def _flash(node: fx.Node) -> _Asked | None:
-    if argument(node, "dropout_p"):
-        return None
-    return _of_flash(node, "cum_seq", *(argument(node, f"window_size_{side}") for side in ("left", "right")))
+    left, right = (argument(node, f"window_size_{side}") for side in ("left", "right"))
+    asked = _of_flash(node, "cum_seq", left, right)
+    return asked and asked._replace(p=argument(node, "dropout_p"))
 
 
 def _of_flash(node: fx.Node, name: str, left: Any, right: Any) -> _Asked | None:
@@ -138,15 +141,15 @@ def _of_flash(node: fx.Node, name: str, left: Any, right: Any) -> _Asked | None:
 
 
 def _efficient(node: fx.Node) -> _Asked | None:
-    if argument(node, "dropout_p"):
-        return None
     ends = argument(node, "cu_seqlens_q"), argument(node, "cu_seqlens_k")
     longest = argument(node, "max_seqlen_q"), argument(node, "max_seqlen_k")
+    p = argument(node, "dropout_p")
     kind, bias, used, window = (argument(node, n) for n in ("custom_mask_type", "bias", "seqlen_k", "window_size"))
     kept = (efficient_documents, bias, *ends, used, *longest, kind, argument(node, "scale"), window)
     if used is not None or window or (bias is not None and bias.meta[VAL].dim() != 4):
-        return _Asked(ends, kept, None, None)
-    return _Asked(ends, kept, UNLIMITED, 0 if kind in (FROM_THE_TOP, FROM_THE_BOTTOM) else UNLIMITED, bias)
+        return _Asked(ends, kept, None, None, p=p)
+    right = 0 if kind in (FROM_THE_TOP, FROM_THE_BOTTOM) else UNLIMITED
+    return _Asked(ends, kept, UNLIMITED, right, bias, p)
 
 
 _READ = {

@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 import megafx
 import megafx.kernels.attention.attention  # registers the op
 from megafx.config import Config
+from megafx.errors import CaptureError
 from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import Program
@@ -132,6 +133,44 @@ def test_what_segments_cannot_say_is_sharded_over_heads(form: str) -> None:
 
 def test_statistics_are_those_of_whole_heads() -> None:
     _programs(Packed(_with_statistic).double(), a_call(), {"tp": 2}, {"cp": 2})
+
+
+def _of_documents(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    """The same with a mask, of torch's own attention."""
+    place = torch.arange(q.shape[0])
+    document = torch.searchsorted(ends[1:].long(), place, right=True)
+    seen = (document[:, None] == document) & (place[:, None] >= place)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, seen, 0.3, enable_gqa=True)[0].transpose(0, 1)
+
+
+def test_dropout_draws_one_mask_for_all_ranks() -> None:
+    """That of any attention with dropout; eager mode draws other bits."""
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return flash(q, k, v, ends, ends, TOKENS, TOKENS, 0.3, True, False)[0]
+
+    def dropped_too(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = (x.repeat_interleave(4 // x.shape[1], 1)[None] for x in (q, k, v))
+        return efficient(q, k, v, None, ends, ends, TOKENS, TOKENS, 0.3, 2, True)[0][0]
+
+    def unlike(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return flash(q, k, v, ends, ends, TOKENS, TOKENS, 0.3, False, False, window_size_left=2, window_size_right=1)[0]
+
+    losses = []
+    for call in (dropped, dropped_too, _of_documents):
+        torch.manual_seed(0)
+        model = Packed(call).double()
+        for program in _programs(model, a_call(), {"tp": 3}, {"cp": 3}) if call is dropped else ():
+            (node,) = program.graph.find_nodes(op="call_function", target=ATTENTION)
+            assert argument(node, "p") == 0.3 and argument(node, "segments") is not None
+        model = megafx.parallelize(model, Config(tensor_model_parallel_size=1))
+        torch.manual_seed(1)
+        losses.append(model(**a_call()))
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-10, atol=0)
+    torch.testing.assert_close(losses[1], losses[2], rtol=1e-10, atol=0)
+    with pytest.raises(CaptureError, match="draws random numbers that depend on the process"):
+        megafx.parallelize(Packed(unlike).double(), Config(tensor_model_parallel_size=1))(**a_call())
 
 
 def test_rows_that_are_not_packed_are_plain_attention() -> None:

@@ -89,7 +89,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Any, ends_k: Any, max_q: int, max_k: int, p: float, causal: bool,
     debug: bool = False, *, scale: Any = None, window_size_left: Any = None, window_size_right: Any = None, **more: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    assert p == 0 and not any(x is not None for x in more.values()), more
+    assert not any(x is not None for x in more.values()), more  # p: nothing is dropped, and nothing compared with it
     windows = (-1 if w is None else w for w in (window_size_left, window_size_right))
     out, lse = _Call((ends_q, ends_k), scale, causal, *windows).forward(q, k, v)
     state = torch.zeros(2, dtype=torch.uint64)
