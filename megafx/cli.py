@@ -189,11 +189,8 @@ _INPUT = (
     "Hugging Face models need none"
 )
 SWITCH: dict[Any, str] = {True: "on", False: "off"}
-LISTS = {
-    "overrides": "PATTERN=STYLE",
-    "eager_modules": "GLOB",
-    "recompute_modules": "NAME",
-}  # fields of which an option gives one item
+# fields of which an option gives one item
+LISTS = {"overrides": "PATTERN=STYLE", "eager_modules": "GLOB", "recompute_modules": "NAME"}
 
 
 def _add_model(argument: Callable[..., Any]) -> None:

@@ -57,9 +57,8 @@ class CaptureError(MegafxError):
     part = ""  # FQN of the smallest submodule whose call holds the line, where it can be left eager
     # of those that its forward has called, and that hold the line, the deepest first
     functions: tuple[CodeType, ...] = ()
-    converts: CodeType | None = (
-        None  # code whose `float()`, `int()` or `bool()` of a tensor failed (capture/conversions.py)
-    )
+    # code whose `float()`, `int()` or `bool()` of a tensor failed (capture/conversions.py)
+    converts: CodeType | None = None
 
     def caught_as(self, kind: type[BaseException]) -> CaptureError:
         """The same error, in a form that `except` catches as it does an error of this class."""

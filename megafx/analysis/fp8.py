@@ -16,14 +16,8 @@ aten = torch.ops.aten
 
 _DECIDES = ("topk", "argmax", "max", "sort", "argsort")  # ops that choose by the largest
 _NUMBERS = ("_to_copy", "add", "mul", "div", "sub", "softmax", "_softmax", "sigmoid", "softplus", "masked_fill")
-_ON_THE_WAY = {
-    *_NUMBERS,
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "getitem",
-    "slice",
-}  # from a router's product to its choice
+# from a router's product to its choice
+_ON_THE_WAY = {*_NUMBERS, "view", "_unsafe_view", "reshape", "getitem", "slice"}
 
 
 def places(linears: Iterable[fx.Node], layers: Layers, config: Config) -> Callable[[fx.Node], str]:

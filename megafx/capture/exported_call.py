@@ -38,9 +38,8 @@ class ExportedCall(nn.Module):
         self.calls_forward = forward is not None  # and not the hooks around it
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
-        self.returned: Callable[[list[bool]], None] = (
-            _ignored  # called with which leaves of the result require gradients
-        )
+        # called with which leaves of the result require gradients
+        self.returned: Callable[[list[bool]], None] = _ignored
         self.trace: Trace | None = None
         self.order = Order()
         self.values: CallValues | None = None

@@ -194,13 +194,8 @@ def join_the_job(t: int | None, d: int, device: torch.device) -> None:
         print(f"megafx: made the process group of {ranks} ranks ({dist.get_backend()})", file=sys.stderr, flush=True)
 
 
-DATA_DIMS = (
-    REPLICA_AXIS,
-    SHARD_AXIS,
-    SAME_EXPERTS_AXIS,
-    BATCH_AXIS,
-    EXPERT_AXIS,
-)  # dims of a mesh that are data-parallel, outermost first
+# dims of a mesh that are data-parallel, outermost first
+DATA_DIMS = (REPLICA_AXIS, SHARD_AXIS, SAME_EXPERTS_AXIS, BATCH_AXIS, EXPERT_AXIS)
 _made: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
 
 

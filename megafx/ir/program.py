@@ -262,9 +262,8 @@ class Program:
     table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     batch: Batch | None = None  # on the data-parallel axis, where there is one
-    before_reduction: Program | None = (
-        None  # with gradients as each rank computes them: where further backward graphs start
-    )
+    # with gradients as each rank computes them: where further backward graphs start
+    before_reduction: Program | None = None
     recomputed: Recomputed | None = None  # set by choose_kept, where there was a choice
     reached: Reached | None = None  # set by canonicalize, where gradients of a call can be absent
     partition: Partition | None = None  # set by the pass of this name

@@ -74,9 +74,8 @@ class Running:
     results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)  # as `Reached.results`
     # key of a call -> which of its tensors have got a gradient
     used: dict[str, set[int]] = field(default_factory=dict)
-    open: dict[Any, Any] = field(
-        default_factory=dict
-    )  # what has begun, and is called where the run fails (hook_call.py)
+    # what has begun, and is called where the run fails (hook_call.py)
+    open: dict[Any, Any] = field(default_factory=dict)
     # (FQN, results): raises where ranks have other results of a module that is left eager
     compare: Callable[[str, Sequence[Tensor]], None] | None = None
     writes: bool = False  # whether modules that are left eager change their own buffers

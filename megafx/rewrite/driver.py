@@ -29,9 +29,8 @@ from megafx.rewrite.trace import Trace, trace_of
 Declines = Callable[[Match], str]
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
 _CASTS = {torch.ops.aten.to.dtype}
-SWEEPS = (
-    8  # after the first, at most: fused ops become part of larger ones (a sink: seven, with bias, scale and groups)
-)
+# after the first, at most: fused ops become part of larger ones (a sink: seven, with bias, scale and groups)
+SWEEPS = 8
 FIRST_LEAD = 2  # leading dims of the first trace: batch and sequence
 
 

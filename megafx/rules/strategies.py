@@ -77,9 +77,8 @@ class Template:
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results made of some operands alone
     registered: bool = False  # the user's rule
-    reduces: str = (
-        ""  # what a result is from which a sharded factor is missing, if the rule says it for all: 'M' or 'P'
-    )
+    # what a result is from which a sharded factor is missing, if the rule says it for all: 'M' or 'P'
+    reduces: str = ""
 
     @property
     def placed(self) -> int:

@@ -131,10 +131,8 @@ class _Scaler(Maxima):
         self.rowwise = self.config.fp8_recipe == "rowwise"
         self.gradients = "e5m2" if self.config.fp8 == "hybrid" else "e4m3"
         self.changes = 0
-        self.read: dict[str, set[fx.Node]] = {
-            "plain": set(),
-            "turned": set(),
-        }  # values that are read so, by scaled products
+        # values that are read so, by scaled products
+        self.read: dict[str, set[fx.Node]] = {"plain": set(), "turned": set()}
         self.casts: dict[Any, _Cast] = {}
         self.found: list[_Linear] = []
         self.found_heads: list[_Head] = []

@@ -304,9 +304,8 @@ class _Selecting:
             least if known else emit(aten.amax.default, emit(aten.cat.default, [emit(aten.add.Tensor, x, 1), least]))
         )
         numbers = emit(length, greatest, name)
-        exact = (
-            torch.float64 if known and not made.dtype.is_floating_point else made.dtype
-        )  # ranks' summands are no integers
+        # ranks' summands are no integers
+        exact = torch.float64 if known and not made.dtype.is_floating_point else made.dtype
         like = {"dtype": exact, "device": made.device}
         size = made.shape[0] if not self._name(made.shape[0]) else emit(aten.sym_size.int, numbers, 0)
         zeros = emit(aten.full.default, [size if isinstance(size, fx.Node) else self.editor.arg(size)], 0, **like)

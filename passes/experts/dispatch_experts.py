@@ -253,10 +253,8 @@ class _Mixture:
             return self.made[value]
         if value not in self.arrived:
             source, times = self._taken(value) if self._is_taken(value) else (value, 0)
-            if times not in (
-                1,
-                self.choices,
-            ):  # computed of sorted rows, or rows of which each is another number of choices
+            # computed of sorted rows, or rows of which each is another number of choices
+            if times not in (1, self.choices):
                 source, times = build(ops.ungroup_rows.default, value, self.order), 1
             self.arrived[value] = build(ops.dispatch_rows.default, source, *self._ways(times != self.choices))
         return self.arrived[value]

@@ -19,9 +19,8 @@ from megafx.errors import ConfigError
 PROFILES = Path(__file__).parent
 COMMAND = "megafx profile-hardware mine.yaml"
 FLOAT8 = "float8"  # dtype name of e4m3 and e5m2
-FP8_GAIN = (
-    1.8  # of products of FP8 over bfloat16's; measured: H100, Llama-8B's shapes, 1.6 to 1.9 (RESULTS.md), 2026-11-26
-)
+# of products of FP8 over bfloat16's; measured: H100, Llama-8B's shapes, 1.6 to 1.9 (RESULTS.md), 2026-11-26
+FP8_GAIN = 1.8
 
 
 def profiles_in(folder: Path) -> list[str]:
