@@ -63,17 +63,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks whose graphs are equal but for rank constants. ranks: how many; first, last: of them; fits: None where the memory
-    of the device is not known; alive: in a pipeline, micro-batches whose values a rank keeps at most, each of one stage."""
+    """Ranks whose graphs are equal but for rank constants."""
 
     name: str
-    ranks: int
-    first: int
+    ranks: int  # how many
+    first: int  # first, last: of them
     last: int
     collectives: int
     memory_bytes: int
-    fits: bool | None
-    alive: int = 0
+    fits: bool | None  # None where the memory of the device is not known
+    alive: int = 0  # in a pipeline, micro-batches whose values a rank keeps at most, each of one stage
 
 
 @dataclass(frozen=True)

@@ -131,12 +131,11 @@ def _inner(call: ExampleCall) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Form:
-    """A backward of a stage. backward: the number of collectives by axis; memory: by class of ranks; held: bytes of
-    gradients that wait for others."""
+    """A backward of a stage."""
 
     proof: Proven
-    memory: Mapping[Any, Memory]
-    held: int
+    memory: Mapping[Any, Memory]  # by class of ranks
+    held: int  # bytes of gradients that wait for others
 
 
 @dataclass(frozen=True)

@@ -49,19 +49,18 @@ TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind. rate: FLOP/s of large
-    products by the hardware's profile; peak: those of its datasheet, 0.0 where the profile has none. twins: the same with
-    other forms of data parallelism, whose steps are at most TWINS longer and which fit too, fastest first."""
+    """One configuration."""
 
     config: Config
-    parts: dict[str, float]
-    memory: dict[str, int]
+    parts: dict[str, float]  # microseconds of a step by cause
+    memory: dict[str, int]  # bytes of a rank by kind
     rows: int  # of all ranks in a step
     flops: float  # of one rank in a step
     sent: int  # bytes of a rank
-    rate: float
-    peak: float = 0.0
+    rate: float  # FLOP/s of large products by the hardware's profile
+    peak: float = 0.0  # those of its datasheet, 0.0 where the profile has none
     split: Split = ONE
+    # the same with other forms of data parallelism, whose steps are at most TWINS longer and which fit too, fastest first
     twins: tuple[Candidate, ...] = ()
 
     @property

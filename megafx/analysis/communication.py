@@ -44,15 +44,14 @@ COLLECTIVES |= dict.fromkeys(EXCHANGES, ALL_TO_ALL)
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective. bytes_moved: what one rank sends (placements.payload) at the workload that the planner prices. axis: the
-    mesh axis."""
+    """One collective."""
 
     collective: str
     direction: str  # 'forward' or 'backward'
     fqn: str
-    bytes_moved: int
+    bytes_moved: int  # what one rank sends (placements.payload) at the workload that the planner prices
     node: str
-    axis: str = ""
+    axis: str = ""  # the mesh axis
 
 
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:

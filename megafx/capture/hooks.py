@@ -68,17 +68,15 @@ class Own(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """What a graph has to know of the hooks of one module: those before it and those behind it. Equal for tables of hooks that
-    one graph serves.
-
-    traced: identities. always: some run after exceptions, too.
+    """What a graph has to know of the hooks of one module: those before it and those behind it. Equal for tables of hooks
+    that one graph serves.
     """
 
     before: Side
     behind: Side
     random: bool
-    traced: frozenset[Hashable]
-    always: bool
+    traced: frozenset[Hashable]  # identities
+    always: bool  # some run after exceptions, too
 
 
 def hooks_of(

@@ -29,12 +29,11 @@ _FEW = 1024  # elements of a constant that are compared
 
 @dataclass(frozen=True)
 class Line:
-    """One node. text: with a %s for each of `slots`: numbers of other lines and sizes. shape: its result's, if that may be its
-    operand's."""
+    """One node."""
 
-    text: str
+    text: str  # with a %s for each of `slots`: numbers of other lines and sizes
     slots: tuple[int | sympy.Expr, ...]
-    shape: tuple[Any, ...] | None = None
+    shape: tuple[Any, ...] | None = None  # its result's, if that may be its operand's
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,11 @@ HOST_LIMITED = 0.8
 
 @dataclass
 class _Recorded:
-    """One recorded function. fixed: positions of inputs whose memory must be the same again; inputs: the others, in the graph's
-    own memory, and None for these."""
+    """One recorded function."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: list[Any]
-    fixed: list[int]
+    inputs: list[Any]  # in the graph's own memory; None for those at `fixed`
+    fixed: list[int]  # positions of inputs whose memory must be the same again
     addresses: list[int]
     results: list[Any]
 

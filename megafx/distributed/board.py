@@ -47,12 +47,12 @@ BYTES = RECORDS * _SIZE + TEXT
 
 
 class Entry(NamedTuple):
-    """What a rank is about to run: the `step`-th call's forward or backward. text: what it is; numbers: of a forward, how often
-    optimizers have stepped the model, then sizes and values; of a backward, none."""
+    """What a rank is about to run: the `step`-th call's forward or backward."""
 
     phase: int
     step: int
-    text: str
+    text: str  # what it is
+    # of a forward, how often optimizers have stepped the model, then sizes and values; of a backward, none
     numbers: Sequence[int]
 
     def body(self, at: int, length: int, crc: int) -> bytes:

@@ -48,13 +48,12 @@ def with_mask_arguments(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Function:
-    """What is the same of a function in all calls. variables: what it reads from around it, by name; cells: how many of these
-    are of an outer function, the others of its module, whose names are `around`."""
+    """What is the same of a function in all calls."""
 
     code: CodeType
-    cells: int
+    cells: int  # how many `variables` are of an outer function; the others are of its module, whose names are `around`
     defaults: Any
-    variables: tuple[tuple[str, Any], ...]
+    variables: tuple[tuple[str, Any], ...]  # what it reads from around it, by name
     around: dict[str, Any] = field(compare=False)
 
     def __repr__(self) -> str:

@@ -75,13 +75,13 @@ class Factors:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. groups: operands that may be partial together while all others are replicated. reduces: the
-    placement of a result from which a sharded factor is missing: 'M' of 'max:', 'P' of 'sum:'."""
+    """A parsed rule."""
 
     text: str
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # operands that may be partial together while all others are replicated
+    # the placement of a result from which a sharded factor is missing: 'M' of 'max:', 'P' of 'sum:'
     reduces: str = ""
 
 

@@ -113,13 +113,11 @@ class Template:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a node. path: position in args, `(0,)`, `(0, 2)` inside a list, or `("attn_mask",)` in kwargs.
-
-    factors: one entry a dim: None (broadcast or not shardable), 'f', or '(n g)' for a merged dim (`rules.names` splits it).
-    """
+    """A tensor operand of a node."""
 
     node: fx.Node
-    path: tuple[int | str, ...]
+    path: tuple[int | str, ...]  # position in args, `(0,)`, `(0, 2)` inside a list, or `("attn_mask",)` in kwargs
+    # one entry a dim: None (broadcast or not shardable), 'f', or '(n g)' for a merged dim (`rules.names` splits it)
     factors: Entries
     role: str
     active: bool

@@ -22,18 +22,15 @@ from megafx.runtime.op_by_op import run_op_by_op
 
 @dataclass(frozen=True)
 class CastHealth:
-    """One cast of a call, over all ranks.
+    """One cast of a call, over all ranks."""
 
-    module: of the product that reads it. operand: 'input', 'weight' or 'gradient' (of the output). scales: 'one', 'rows' or
-    'columns'. largest: the largest magnitude. zero, saturated: shares of the elements that are not 0 which become 0, and which
-    become the largest number of the format.
-    """
-
-    module: str
-    operand: str
+    module: str  # of the product that reads it
+    operand: str  # 'input', 'weight' or 'gradient' (of the output)
     format: str
-    scales: str
-    largest: float
+    scales: str  # 'one', 'rows' or 'columns'
+    largest: float  # the largest magnitude
+    # zero, saturated: shares of the elements that are not 0 which become 0, and which become the largest number of the
+    # format
     zero: float
     saturated: float
 

@@ -45,13 +45,11 @@ class Value:
 
 @dataclass
 class _Traced:
-    """Nodes that were traced on others.
-
-    metas: what the trace says of each. places: node -> its place among those that it was traced on and, behind these, its own.
-    """
+    """Nodes that were traced on others."""
 
     nodes: list[fx.Node]
-    metas: list[dict[str, Any]]
+    metas: list[dict[str, Any]]  # what the trace says of each
+    # node -> its place among those that it was traced on and, behind these, its own
     places: dict[fx.Node | None, int]
 
 
