@@ -255,31 +255,31 @@ def _of_documents(call: OpCall) -> RuleText:
     varlen = call.op.startswith("torch_attn")
     slopes, rest = ("", "*") if varlen else (f"{_slopes(call)}, ", "*; *; *")
     controls = f"~d!, ~d!, ~u!, {slopes}~u! w!"  # ends of queries and keys, used keys, pages
-    return RuleText(f"nl[2]: {q}, {k}, {k}, {controls} -> {q}; ~{lse}; {rest}", _WHOLE_DOCUMENTS)
+    return RuleText(f"nl[2]: {q}, {k}, {k}, {controls} -> {q}; ~{lse}; {rest}", WHOLE_DOCUMENTS)
 
 
 @family("aten._flash_attention_backward", "torch_attn._varlen_attn_backward")
 def _of_documents_backward(call: OpCall) -> RuleText:
     q, k, lse = _tokens_first(call)
     controls = "~d!, ~d!, *" if call.op.startswith("torch_attn") else "~d!, ~d!, *, *"
-    return RuleText(f"nl[0]: {q}, {q}, {k}, {k}, {q}, {lse}, {controls} -> {q}; {k}; {k}", _WHOLE_DOCUMENTS)
+    return RuleText(f"nl[0]: {q}, {q}, {k}, {k}, {q}, {lse}, {controls} -> {q}; {k}; {k}", WHOLE_DOCUMENTS)
 
 
 @family("aten._efficient_attention_forward")
 def _efficient(call: OpCall) -> RuleText:
     q, k, bias, lse = "b s! h e!", "b t! h e!", "b h s! t!", _statistics(call)
     text = f"nl[2]: {q}, {k}, b t! h f!, {bias}, ~d!, ~d!, ~u! -> b s! h f!; ~{lse}; *; *; *; *"
-    return RuleText(text, _WHOLE_DOCUMENTS)
+    return RuleText(text, WHOLE_DOCUMENTS)
 
 
 @family("aten._efficient_attention_backward")
 def _efficient_backward(call: OpCall) -> RuleText:
     q, k, v, out, bias, lse = "b s! h e!", "b t! h e!", "b t! h f!", "b s! h f!", "b h s! t!", _statistics(call)
     text = f"nl[0]: {out}, {q}, {k}, {v}, {bias}, {out}, ~d!, ~d!, {lse}, *, * -> {q}; {k}; {v}; "
-    return RuleText(text + (bias if isinstance(call.get("bias"), Arg) else "*"), _WHOLE_DOCUMENTS)
+    return RuleText(text + (bias if isinstance(call.get("bias"), Arg) else "*"), WHOLE_DOCUMENTS)
 
 
-_WHOLE_DOCUMENTS = dict.fromkeys("sct", "a query attends to any token of its document")
+WHOLE_DOCUMENTS = dict.fromkeys("sct", "a query attends to any token of its document")
 
 
 def _tokens_first(call: OpCall) -> tuple[str, str, str]:

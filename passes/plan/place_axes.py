@@ -37,7 +37,7 @@ from megafx.ops.axes import with_batch
 from megafx.ops.eager_call import find_call
 from megafx.passes.localize.editor import Localizer
 from megafx.passes.localize.rewrites import localize_mean
-from megafx.passes.plan.statistics import spell_out_statistics
+from megafx.passes.plan.statistics import NAME, spell_out_statistics
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.planner.context import Planner
@@ -48,7 +48,6 @@ from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 eager_call = torch.ops.megafx.eager_call.default
-NAME = "place_axes"
 aten, ops = torch.ops.aten, torch.ops.megafx
 MEANS = (aten.mean.default, aten.mean.dim)
 # A value made of no tensor is the same along the dim that is cut where all its elements are alike.

@@ -33,14 +33,13 @@ from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, new_call, tensors_of
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import is_on_host
-from megafx.passes.recompute.budget import Spender, layers_of, promised_bytes, whole
+from megafx.passes.recompute.budget import NAME, Spender, layers_of, promised_bytes, whole
 from megafx.passes.recompute.distribute import distribute
 from megafx.passes.recompute.offload import Offload, emit_offload
 from megafx.passes.recompute.regions import regions_of, tag_regions
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
-NAME = "choose_kept"
 mfx = torch.ops.megafx
 
 # Fused sum and norm -> (the norm alone, those of the fused op's arguments that it takes).

@@ -21,10 +21,8 @@ from megafx.ir.program import PLACEMENT, RECOMPUTE, VAL, Program, new_call
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.again import AGAIN
 from megafx.passes.communicate.emit import NodeOps
-from megafx.passes.recompute.budget import layers_of, model_places
+from megafx.passes.recompute.budget import NAME, layers_of, model_places
 from megafx.planner.context import Planner
-
-NAME = "choose_kept"
 
 
 def distribute(program: Program, planner: Planner, kept: Kept) -> int:

@@ -24,10 +24,9 @@ from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, new_call
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import OFFLOAD, RELOAD, RELOADED
-from megafx.passes.recompute.budget import model_places, whole
+from megafx.passes.recompute.budget import NAME, model_places, whole
 from megafx.planner.context import Planner
 
-NAME = "choose_kept"
 # Fraction of the link's rate that copies get beside a step.
 BESIDE = 0.8
 

@@ -28,11 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from megafx.capture.eager_parts import calling
 from megafx.errors import CaptureError
-from megafx.ir.block_masks import mask_argument
+from megafx.ir.block_masks import MODULE, mask_argument
 from megafx.ir.source_lines import current_user_line
 from megafx.meanwhile import meanwhile
-
-MODULE = "torch.nn.attention.flex_attention"
 
 # Functions of elements: their names as methods, functions and operators.
 _OF_TWO = (

@@ -17,10 +17,10 @@ from torch import Tensor
 from megafx.ir.facts import real
 from megafx.kernels.common.op import define_composite
 from megafx.rules.families import Arg, OpCall, RuleText
+from megafx.rules.families_math import WHOLE_DOCUMENTS
 
 aten = torch.ops.aten
 _OPERANDS = "Tensor query, Tensor key, Tensor value"
-_WHY = dict.fromkeys("sct", "a query attends to any token of its document")
 
 
 def _flash(
@@ -38,7 +38,7 @@ def _flash_rule(call: OpCall) -> RuleText:
     rows = "b " if len(call.get("query").shape) == 4 else ""
     q, k, slopes = f"{rows}s! (n g) e!", f"{rows}c! n e!", call.get("alibi_slopes")
     of_heads = "~b (n g)" if isinstance(slopes, Arg) and len(slopes.shape) == 2 else "~(n g)"
-    return RuleText(f"nl[2]: {q}, {k}, {k}, ~d!, ~d!, {of_heads} -> {q}", _WHY)
+    return RuleText(f"nl[2]: {q}, {k}, {k}, ~d!, ~d!, {of_heads} -> {q}", WHOLE_DOCUMENTS)
 
 
 def _efficient(
@@ -63,7 +63,7 @@ efficient_documents = define_composite(
     f"efficient_documents({_OPERANDS}, Tensor? bias, Tensor? ends_q, Tensor? ends_k, Tensor? seqlen_k, SymInt? max_q, "
     "SymInt? max_k, int kind, float? scale, int? window) -> Tensor",
     rule="nl[2]: b s! h e!, b t! h e!, b t! h f!, b h s! t!, ~d!, ~d!, ~u! -> b s! h f!",
-    why=_WHY,
+    why=WHOLE_DOCUMENTS,
     samples=[(*[real(2, 4, 6, 4)] * 3, real(2, 6, 4, 4), None, None, None, 4, 4, 2, None, None)],
     body=_efficient,
 )
