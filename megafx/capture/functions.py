@@ -13,6 +13,8 @@ Functions of users that do the same (`computed_again`).
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.code_names import chains, codes
 from megafx.errors import CaptureError
+from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import current_user_line
 from megafx.meanwhile import meanwhile
 from megafx.ops.eager_call import in_eager_code
@@ -54,6 +57,10 @@ BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
 # Whose `apply` is replaced: below `Function`, whose bound `apply` models may hold; there is no such place for a built-in.
 APPLY_OF: type = Function if BUILT_IN else _SingleLevelFunction
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
+
+
+_CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+CodeRunBy = Callable[[Any], tuple[Any, set[types.CodeType]]]
 
 
 class _Applied(nn.Module):
@@ -138,10 +145,16 @@ class Applied:
     """
 
     def __init__(
-        self, note: Callable[[str], None], regions: Regions, inlined: Callable[[type[Function]], None]
+        self,
+        note: Callable[[str], None],
+        regions: Regions,
+        inlined: Callable[[type[Function]], None],
+        code_run_by: CodeRunBy,
     ) -> None:
-        """inlined: is called with each Function whose operations are traced, and whose backward is not run any more."""
+        """inlined: is called with each Function whose operations are traced, and whose backward is not run any more.
+        code_run_by: that of hook_stores.py."""
         self.note, self.regions, self.inlined, self.busy = note, regions, inlined, False
+        self.code_run_by = code_run_by
 
     def apply(self, cls: type[Function], *args: Any) -> Any:
         """What replaces `APPLY_OF`."""
@@ -183,10 +196,10 @@ class Applied:
         try:
             if not differentiated:
                 return plain()
-            if not has_effects(cls.backward) and same_gradient(cls, args):
+            if not self._does_more(cls, pytree.tree_leaves(args)) and same_gradient(cls, args):
                 self.inlined(cls)
                 return plain()
-            if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
+            if any(isinstance(x, _CODE) for x in pytree.tree_leaves(args)):
                 raise CaptureError(
                     f"{cls.__qualname__} ({cls.__module__}) is given a function or module, as checkpointing does, and its "
                     "backward is not that of what it computes: gradients of what that holds would be lost",
@@ -201,6 +214,22 @@ class Applied:
             return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
         finally:
             self.busy = False
+
+    def _does_more(self, cls: type[Function], given: list[Any]) -> bool:
+        """True if backward, or what it may call of what the Function is given, may do more than compute."""
+        if has_effects(cls.backward, self.code_run_by):
+            return True
+        code = getattr(inspect.unwrap(cls.backward), "__code__", None)
+        names = {name for part in codes(code) for name in part.co_names} if code is not None else set()
+        for x in given:
+            if isinstance(x, _CODE):
+                if has_effects(x, self.code_run_by):
+                    return True
+            elif not isinstance(x, (Tensor, type, *PLAIN)):  # an object: a meter, a logger
+                of = [n for base in type(x).__mro__ for n, f in vars(base).items() if isinstance(f, types.FunctionType)]
+                if callable(x) or not names.isdisjoint(of):
+                    return True
+        return False
 
 
 def classes_bound_early() -> list[type[Function]]:
@@ -239,15 +268,21 @@ _CHANGES = ("append", "extend", "add", "update", "insert", "pop", "clear", "setd
 _TELLS = ("write", "print", "log", "debug", "info", "warning", "warn", "error")
 
 
-def has_effects(function: Any) -> bool:
+def has_effects(function: Any, code_run_by: CodeRunBy) -> bool:
     """True if a function's code may do more than compute: it assigns to attributes, globals or variables of enclosing
-    functions, or calls what changes containers, prints or logs."""
-    code = getattr(function, "__code__", None)
+    functions, or calls what changes containers, prints or logs. Functions of the user's that it calls may do so, too."""
+    code = getattr(function := inspect.unwrap(function), "__code__", None)  # in once_differentiable, custom_bwd
     if code is None:
         return False
     kinds = {kind for part in codes(code) for kind, _ in chains(part)}
     named = {name for part in codes(code) for name in part.co_names}
-    return not (_STORED.isdisjoint(kinds) and named.isdisjoint((*_CHANGES, *_TELLS)))
+    stores, inside = code_run_by(function)
+    tells = {name for each in inside for part in codes(each) for name in part.co_names}
+    return bool(
+        not (_STORED.isdisjoint(kinds) and named.isdisjoint(_CHANGES) and (named | tells).isdisjoint(_TELLS))
+        or stores.places
+        or stores.containers
+    )
 
 
 _STORED = frozenset(["stored", "freed", "assigned"])

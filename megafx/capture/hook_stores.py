@@ -106,6 +106,13 @@ def places_written_by(code: Iterable[Any]) -> list[Place]:
     return places + [Place([container], 0, "") for container in found.containers]
 
 
+def code_run_by(function: Any) -> tuple[Stores, set[types.CodeType]]:
+    """What a call of a function may store, and the code of the user that it runs, also in functions that it calls."""
+    follow = _Follow(Stores(), set())
+    follow.call(_Known(function), [], 0)
+    return follow.found, {code for code, _ in follow.seen}
+
+
 def function_of(hook: Any) -> types.FunctionType | None:
     """The Python function that runs when a hook is called."""
     while isinstance(hook, functools.partial):

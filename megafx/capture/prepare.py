@@ -64,7 +64,7 @@ from megafx.capture.functions import (
     classes_bound_early,
     op_by_op,
 )
-from megafx.capture.hook_stores import places_written_by
+from megafx.capture.hook_stores import code_run_by, places_written_by
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.libraries.flex import as_written, flex_replacements
 from megafx.capture.libraries.huggingface import CachesLeftOut, attention_replacements, is_hf_model, no_cache
@@ -172,7 +172,7 @@ def replacements(
     why = "a Function whose backward is not the derivative of its forward becomes one node"
     reads = reads or Reads(model)
     regions = Regions(note, reads.left)
-    applied = Applied(note, regions, reads.look_through_class)
+    applied = Applied(note, regions, reads.look_through_class, code_run_by)
     table += [Replacement(APPLY_OF, "apply", lambda old: classmethod(applied.apply), why)]
     table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]
 

@@ -8,6 +8,7 @@ import torch
 from loop import Loop, situation
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 REVERSAL = "https://discuss.pytorch.org/t/solved-reverse-gradients-in-backward-pass/3589"
 STRENGTH = 1.0
@@ -252,3 +253,74 @@ def backward_bounds_and_guards_what_is_rare(loop: Loop) -> None:
         with torch.no_grad():
             model.up.weight[:4], model.up.bias[:4] = 0.0, 0.0
         step(loop, model, torch.randn(4, 6))
+
+
+def note(grad: Tensor) -> None:
+    NORMS.append(float(grad.norm()))
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, {"calls": 0}
+
+    def update(self, value: float) -> None:
+        self.total += value
+
+    def __call__(self, value: float) -> None:
+        self.count["calls"] += 1
+
+
+METER = Meter()
+
+
+class ByHelper(Function):
+    """Records by a function, an object that is called, and a method."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        note(grad)
+        return grad
+
+
+class ByObject(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        METER(float(grad.norm()))
+        return grad
+
+
+class ByArgument(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meter: Meter) -> Tensor:
+        ctx.meter = meter
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.meter.update(float(grad.norm()))
+        return grad, None
+
+
+class Metered(Net):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x, METER)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/172248")
+def backward_records_by_helpers(loop: Loop) -> None:
+    NORMS.clear()
+    METER.__init__()  # type: ignore[misc]
+    for kind, function in ((Net, ByHelper), (Net, ByObject), (Metered, ByArgument)):
+        model = loop.model(kind(function.apply))
+        for _ in range(2):
+            step(loop, model, torch.randn(4, 6))
+    loop.see(norms=NORMS[:], total=METER.total, calls=METER.count["calls"])
