@@ -3,6 +3,7 @@
 if not x.is_contiguous():       # answered by the call's own tensor, and a graph serves calls with the same answer alone
 if x.is_leaf:                   # or x.grad_fn is None: the same
 if id(x) not in self.seen:      # a graph serves calls with this very tensor
+if not mask.all():              # of values that follow from the call's arguments alone: computed of them at each call
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from __future__ import annotations
 import builtins
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import sympy
+import torch
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, SymTypes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.code_names import is_looked_at
+from megafx.capture.eager_parts import follows
 from megafx.errors import CaptureError
-from megafx.ir.call_spec import ANSWERS
+from megafx.ir.call_spec import ANSWERS, no_autocast
+from megafx.ir.nodes import storage_of, writes
+from megafx.ir.program import VAL
 from megafx.ir.python_state import FIRST_ADDRESS
 from megafx.ir.source_lines import current_user_line
 
@@ -27,10 +37,16 @@ _WHY = "how an argument lies in memory, and how it was computed, is a matter of 
 
 class Asked:
     """real: the tensors of a call, by name. asked: of those, question (`ANSWERS`) -> the answer that the model's code got.
-    model: whose parameters and buffers are in the trace under other addresses."""
+    model: whose parameters and buffers are in the trace under other addresses. leaves: of the call, where this rank alone
+    decides by their values; questions: what code has asked of these, and the answers."""
 
-    def __init__(self, model: nn.Module, real: Mapping[str, Tensor] | None = None) -> None:
-        self.model, self.real = model, real or {}
+    def __init__(
+        self, model: nn.Module, real: Mapping[str, Tensor] | None = None, leaves: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        self.model, self.real, self.leaves = model, real or {}, leaves
+        self.questions: dict[str, tuple[Question, bool]] = {}
+        self.traced: list[Tensor | None] = []
+        self.note: Callable[[str], None] = lambda text: None
         self.own, self.addresses = _tensors_of(model), dict[int, int]()
         self.addressed = 0  # how often code has asked for the address of a tensor or a module
         self.names: dict[int, str] = {}
@@ -41,6 +57,8 @@ class Asked:
         self.names = {id(x): name for name, x in traced.items() if name in self.real}
         of_fakes = zip(_tensors_of(self.model), self.own, strict=True)
         self.addresses = {id(fake): getattr(own, FIRST_ADDRESS, id(own)) for fake, own in of_fakes}
+        self.traced = [traced[n] if type(x) is Tensor and not x.is_meta else None for n, x in self.leaves]
+        self.questions.clear()
         self.asked.clear()
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[[Any], Any], str]]:
@@ -51,6 +69,8 @@ class Asked:
         yield Tensor, "grad_fn", lambda old: property(self._answering("grad_fn")), _WHY
         yield Tensor, "_version", lambda old: property(self._version), _WHY
         yield Tensor, "grad", lambda old: property(self._gradient, self._set_gradient), _WHY
+        why = "a decision by values of arguments is made for the call at hand, and a graph serves calls that decide the same"
+        yield SymNode, "guard_bool", self._guard_bool, why
         yield builtins, "id", self._id, "the address of a tensor of a trace is nothing that code could find again"
 
     def _name(self, x: Tensor, frames: int) -> str | None:
@@ -95,6 +115,21 @@ class Asked:
             found = f"forward {does} of a parameter or an argument, which a graph does not have"
             raise CaptureError(found, source=current_user_line(), fix=fix)
 
+    def _guard_bool(self, old: Callable[..., bool]) -> Callable[..., bool]:
+        def guard_bool(node: SymNode, file: str, line: int) -> bool:
+            try:
+                return old(node, file, line)
+            except GuardOnDataDependentSymNode:
+                question = Question.of(node.expr, self.traced)
+                if question is None or (question.text not in self.questions and len(self.questions) == _MOST):
+                    raise
+                if question.text not in self.questions:
+                    self.questions[question.text] = question, question([x for _, x in self.leaves])
+                    self.note(f"{current_user_line()}: decided by values of arguments: a graph for each answer")
+                return self.questions[question.text][1]
+
+        return guard_bool
+
     def _id(self, old: Callable[[Any], int]) -> Callable[[Any], int]:
         def address(x: Any) -> int:
             known = issubclass(type(x), (FakeTensor, nn.Module))
@@ -131,6 +166,98 @@ class Asked:
             return old(x, *args, **kwargs)
 
         return stride
+
+
+_MOST = 4  # questions of one trace: each may double the number of graphs
+
+
+class Question:
+    """Whether something is true of the values of a call's leaves. graph(*tensors): the numbers `symbols` of `condition`.
+
+    places: which leaves the tensors are. sizes: symbol -> (leaf, dim).
+    """
+
+    def __init__(
+        self, condition: Any, symbols: list[Any], graph: fx.GraphModule, places: list[int], sizes: dict[Any, Any]
+    ) -> None:
+        self.condition, self.symbols, self.graph, self.places, self.sizes = condition, symbols, graph, places, sizes
+        constants = [(n, x.tolist()) for n, x in sorted(graph.named_buffers())]
+        self.text = f"{condition} {symbols} {graph.code} {constants} {places} {sizes}"
+
+    @staticmethod
+    def of(expr: sympy.Basic, traced: Sequence[Tensor | None]) -> Question | None:
+        """traced: the fakes of leaves that may be asked. None where the answer depends on anything else, or on chance."""
+        mode = get_proxy_mode()
+        if mode is None or not any(x is not None for x in traced):
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return _question(expr, traced, mode.tracer)
+
+    def __call__(self, leaves: Sequence[Any]) -> bool:
+        """The answer for the leaves of a call."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+            found = self.graph(*(leaves[i].detach() for i in self.places))
+        values = {
+            s: sympy.sympify(int(x) if isinstance(x, bool) else x) for s, x in zip(self.symbols, found, strict=True)
+        }
+        sizes = {s: sympy.Integer(leaves[i].shape[d]) for s, (i, d) in self.sizes.items()}
+        return bool(self.condition.xreplace(values | sizes))
+
+
+def _question(expr: sympy.Basic, traced: Sequence[Tensor | None], tracer: Any) -> Question | None:
+    data: dict[Any, fx.Node] = {}  # symbol -> the node of the number
+    for node in tracer.graph.nodes:
+        value = node.meta.get(VAL)
+        if isinstance(value, SymTypes) and not value.node.has_hint():
+            number = value.node._expr
+            symbol = next(iter(number.free_symbols)) if number.is_Equality else number
+            data.setdefault(symbol, node)
+    leaves = {
+        slot.proxy.node: i for i, x in enumerate(traced) if x is not None and (slot := get_proxy_slot(x, tracer, None))
+    }
+    sizes = {
+        size.node.expr: (i, d)
+        for i, x in enumerate(traced)
+        for d, size in enumerate([] if x is None else x.shape)
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+    }
+    if not expr.free_symbols <= data.keys() | sizes.keys():
+        return None
+    symbols = sorted(expr.free_symbols & data.keys(), key=str)
+    behind = dict.fromkeys(data[s] for s in symbols)
+    todo = [*behind]
+    while todo:
+        each = todo.pop()
+        number = each.target in _NUMBERS
+        if not (each in leaves or number or follows(each)):
+            return None
+        new = [] if each in leaves else [x for x in each.all_input_nodes if x not in behind]
+        behind |= dict.fromkeys(new)
+        todo += new
+    held = {storage_of(x) for x in behind}
+    if any(
+        writes(x) and x not in behind and not held.isdisjoint(map(storage_of, x.all_input_nodes))
+        for x in tracer.graph.nodes
+    ):
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    entering = sorted((x for x in behind if x in leaves), key=leaves.__getitem__)
+    for node in (*entering, *(x for x in tracer.graph.nodes if x in behind and x not in leaves)):
+        name, target = f"v{len(copies)}", node.target
+        if node in leaves:
+            copies[node] = graph.placeholder(name)
+        else:
+            args, kwargs = (fx.map_arg(x, copies.__getitem__) for x in (node.args, node.kwargs))
+            copies[node] = graph.create_node(node.op, target, args, kwargs, name)
+    graph.output(tuple(copies[data[s]] for s in symbols))
+    constants = {str(x.target): getattr(tracer.root, str(x.target)) for x in behind if x.op == "get_attr"}
+    made = fx.GraphModule(constants, graph)
+    used = {s: sizes[s] for s in sorted(expr.free_symbols & sizes.keys(), key=str)}
+    names = {s: sympy.Symbol(f"x{i}") for i, s in enumerate(symbols)}  # two traces, and two places, ask the same
+    return Question(expr.xreplace(names), [*names.values()], made, [leaves[x] for x in entering], used)
+
+
+_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:

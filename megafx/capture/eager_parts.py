@@ -358,7 +358,7 @@ class _Constants(Values):
         node = self._node_of(tensor)
         behind, todo = {node: None}, [node]
         while todo:
-            if not _follows(each := todo.pop()):
+            if not follows(each := todo.pop()):
                 raise _Unknown
             new = [] if isinstance(each.meta.get(VAL), SymTypes) else each.all_input_nodes
             todo += [x for x in new if x not in behind]
@@ -377,7 +377,7 @@ class _Constants(Values):
         return super()._computed(node)
 
 
-def _follows(node: fx.Node) -> bool:
+def follows(node: fx.Node) -> bool:
     """True if the values of a node follow from those of its operands, or from the sizes of the call."""
     value, target = node.meta.get(VAL), node.target
     if isinstance(value, SymTypes):

@@ -87,6 +87,7 @@ def capture_call(
     converting: Sequence[CodeType] = (),
     earlier: dict[Hashable, Traced] | None = None,
     under_no_grad: bool = False,
+    asking: bool = True,
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -105,7 +106,8 @@ def capture_call(
     functions: code of functions that are one node each (eager_parts.py). scaled: see `Probes`. converting: code whose
     `float(tensor)` is `.item()` (conversions.py).
     earlier: how captures of this model went before, by kind of call; this one adds to it. under_no_grad: the call is made under
-    torch.no_grad(), and what forward computes in torch.enable_grad() has gradients.
+    torch.no_grad(), and what forward computes in torch.enable_grad() has gradients. asking: code
+    may decide by values of the arguments, for calls that decide the same.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -137,7 +139,7 @@ def capture_call(
         capture = _Capture(
             root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed, functions, scaled,
             converting,
-            {} if earlier is None else earlier,
+            {} if earlier is None else earlier, asking and data_ranks == 1,
         )  # fmt: skip
         program = capture.run(fixed)
         warned[id(program)] = capture.trace.reads.warned
@@ -248,6 +250,7 @@ class _Capture:
     scaled: bool = False
     converting: Sequence[CodeType] = ()
     earlier: dict[Hashable, Traced] = field(default_factory=dict)
+    asking: bool = True
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     baked: list[str] = field(default_factory=list)  # notes of numbers that are
@@ -443,7 +446,8 @@ class _Capture:
         outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
         self.trace.reads.unhooked = unhooked
         real = {n: x for n, x in self.leaves if type(x) is torch.Tensor}
-        self.trace.reads.asked = Asked(model, real)
+        self.trace.reads.asked = Asked(model, real, self.given if self.asking else ())
+        self.trace.reads.asked.note = notes.append
         order = self.root.order
         self.trace.reads.clock = lambda: order.count
         layers = self.trace.layers = None if self.followed.each_layer else LikeLayers(self.trace.reads, notes)
@@ -578,6 +582,7 @@ class _Capture:
             state=self.trace.state(),
             listing=listing(gm, [i.name for i in inputs], constants, out_leaves),
             written=written_arguments(spec),
+            questions=(*self.trace.reads.asked.questions.values(),),
         )
         if self.part:
             drop_unread(program)

@@ -170,6 +170,8 @@ class CallSpec:
     # number of ranks over which a size is cut; the model's code sees the whole
     parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     written: tuple[str, ...] = ()  # names of the inputs that forward writes into
+    # (function of the leaves of a call, answer) of what the model's code asked of their values (capture/asked.py)
+    questions: tuple[tuple[Callable[[Sequence[Any]], bool], bool], ...] = field(default=(), compare=False, repr=False)
     listing: Any = field(default=None, compare=False, repr=False)  # of the captured graph
     # sizes of 0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call
     proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
@@ -184,6 +186,10 @@ class CallSpec:
         problem = self.structure_mismatch(args, kwargs, loss_inputs)
         if problem is None and not self.state.holds():
             return f"forward reads {names(self.state.changed())}, which changed"
+        if problem is None and self.questions:
+            leaves = pytree.tree_leaves(call_tree(args, kwargs, loss_inputs))
+            if any(question(leaves) != answer for question, answer in self.questions):
+                return "forward decides otherwise by the values of its arguments"
         return problem
 
     def structure_mismatch(

@@ -228,8 +228,10 @@ class Writer:
         return form | {"hints": hints, "rows": {name: symbol for name, symbol in rows.items() if symbol in hints}}
 
     def _call(self, call: CallSpec) -> Any:
+        if call.questions:
+            raise Unstorable("forward decides by values of its arguments")
         parts = [call.leaves, call.out_spec, call.out_leaves, dict(call.ranges), call.conditions, call.decided]
-        parts += [dict(call.names), dict(call.parts), call.written, call.listing]
+        parts += [dict(call.names), dict(call.parts), call.written, (), call.listing]
         return [*map(self, parts)]
 
     def sizes(self, sizes: Sizes) -> Any:

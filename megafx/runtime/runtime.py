@@ -607,6 +607,7 @@ class Runtime:
                 state=state,
                 dynamic=dynamic,
                 under_no_grad=call.under_no_grad and not training,
+                asking=self.meshes.data is None,
             )
 
     def _data_ranks(self) -> int:

@@ -50,14 +50,19 @@ def test_a_check_that_only_complains_is_left_out_with_a_note(check: Callable[[to
 
 @pytest.mark.parametrize(
     "check",
-    [
-        checks_of_data.changes_something,
-        checks_of_data.raises_else_changes,
-        checks_of_data.returns_before_it_raises,
-        checks_of_data.decides_inside_of_a_check,
-    ],
+    [checks_of_data.changes_something, checks_of_data.raises_else_changes, checks_of_data.returns_before_it_raises],
 )
-def test_other_decisions_are_errors_with_their_line(check: Callable[[torch.Tensor], object]) -> None:
+def test_other_decisions_are_asked_of_each_call(check: Callable[[torch.Tensor], object]) -> None:
+    program = capture_call(Checked(check).double(), (torch.arange(5),))
+    assert program.call is not None and program.call.mismatch((torch.arange(5).flip(0),)) is None
+    assert program.call.mismatch((torch.arange(5) + 9,)) == "forward decides otherwise by the values of its arguments"
+    assert any("checks_of_data.py" in n.message and "a graph for each answer" in n.message for n in program.notes)
+    found = megafx.verify(Checked(check).double(), TWO, example_inputs=(torch.arange(5),))
+    assert found.ok, str(found)
+
+
+def test_other_uses_are_errors_with_their_line() -> None:
+    check = checks_of_data.decides_inside_of_a_check
     with pytest.raises(CaptureError) as caught:
         megafx.plan(Checked(check), TWO.replace(uncaptured="error"), example_inputs=(torch.arange(5),))
     assert caught.value.source is not None and caught.value.source.file.endswith("checks_of_data.py")

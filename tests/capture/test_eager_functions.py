@@ -77,7 +77,7 @@ class Chosen(nn.Module):
         self.seen: list[int] = []
 
     def pick(self, counts: Tensor, given: list[int]) -> Tensor:
-        number = int(counts.sum())
+        number = int(counts.numpy().sum())
         if self.kind == "an argument":
             given.append(number)
         if self.kind == "writes":

@@ -44,13 +44,13 @@ WAY_OUT = '; or leave the module out of the graph, if it holds few parameters: C
 
 def test_error_branch_on_data(capfd: Any) -> None:
     def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
+        if m.lin(x).sum() > 0:
             return x
         return m.lin(x)
 
     assert _error(fn, capfd) == (
         "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor\n"
-        f"  in module 'block' at FILE:{_line(fn)} `if x.sum() > 0:`\n"
+        f"  in module 'block' at FILE:{_line(fn)} `if m.lin(x).sum() > 0:`\n"
         f"  fix: use torch.where or a mask, or decide by a Python value that is known before the call{WAY_OUT}"
     )
 
