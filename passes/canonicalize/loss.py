@@ -6,7 +6,8 @@ After:   %c = cross_entropy(%logits, %target, -100, 0.0, False); %n = sum(ne(%ta
 Losses of elements (mse_loss, binary_cross_entropy_with_logits, ...) are taken apart as well: each rank then computes the loss
 of its elements, and the sum is partial.
 
-Class weights w: the token's loss is times w[target], and a mean is over the sum of these.
+Class weights w: the token's loss is times w[target], and a mean is over the sum of these. Class probabilities as targets, and
+weights with label smoothing, are sums over classes: each rank has its rows, with whole classes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers megafx::cross_entropy
 from megafx.ir.nodes import argument, replace, set_arguments
-from megafx.ir.program import VAL, recompute_val
+from megafx.ir.program import VAL, Builder, recompute_val
 from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on
 from megafx.rules.families_math import LOSSES_OF_ELEMENTS
 
@@ -59,11 +60,12 @@ def loss_of_elements(editor: Editor, node: fx.Node) -> bool:
 
 def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -> bool:
     target, weight, reduction, ignore = arguments(node, "target", "weight", "reduction", "ignore_index")
+    by_row = logits.meta[VAL].dim() == 2
+    of_classes = target.meta[VAL].dtype.is_floating_point or (weight is not None and smoothing != 0)
     reasons = {
-        "class weights and label smoothing": weight is not None and smoothing != 0,
-        "class probabilities as targets": target.meta[VAL].dtype.is_floating_point,
         "an ignore_index that is a size": not isinstance(ignore, int),
-        f"logits of {logits.meta[VAL].dim()} dims": logits.meta[VAL].dim() != 2,
+        f"logits of {logits.meta[VAL].dim()} dims": not by_row,
+        "classes whose number is a size": by_row and of_classes and not isinstance(logits.meta[VAL].shape[1], int),
     }
     reason = next((reason for reason, present in reasons.items() if present), None)
     if reason is not None:
@@ -72,12 +74,27 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
         return False
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype
-    loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, float(smoothing), False)
-    counts = emit(aten.ne.Scalar, target, ignore) if weight is not None or reduction == _MEAN else None
-    if weight is not None:
+    counts = None
+    if target.meta[VAL].dtype.is_floating_point:
+        if smoothing:
+            classes = logits.meta[VAL].shape[1]
+            target = emit(aten.add.Tensor, emit(aten.mul.Tensor, target, 1 - smoothing), smoothing / classes)
+        loss = _over_classes(emit, emit(aten.mul.Tensor, emit(aten.log_softmax.int, logits, 1), target), weight)
+        if reduction == _MEAN:
+            return replace(node, emit(aten.mean.default, loss))
+    else:
+        smooth = 0.0 if of_classes else float(smoothing)
+        loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, smooth, False)
+        counts = emit(aten.ne.Scalar, target, ignore) if weight is not None or reduction == _MEAN else None
+    if weight is not None and counts is not None:
         index = emit(aten.mul.Tensor, target, counts)  # a class also where the target is ignored
         counts = emit(aten.mul.Tensor, emit(aten.index_select.default, weight, 0, index), counts)
         loss = emit(aten.mul.Tensor, loss, counts)
+        if of_classes:
+            every = _over_classes(emit, emit(aten.log_softmax.int, logits, 1), weight)
+            every = emit(aten.masked_fill.Scalar, every, emit(aten.eq.Scalar, target, ignore), 0.0)
+            every = emit(aten.mul.Tensor, every, smoothing / logits.meta[VAL].shape[1])
+            loss = emit(aten.add.Tensor, emit(aten.mul.Tensor, loss, 1 - smoothing), every)
     if reduction != _NONE:
         loss = emit(aten.sum.default, loss)
     if reduction == _MEAN:
@@ -85,3 +102,9 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
     if loss.meta[VAL].dtype != dtype:
         loss = emit(aten.to.dtype, loss, dtype)
     return replace(node, loss)
+
+
+def _over_classes(emit: Builder, logs: fx.Node, weight: fx.Node | None) -> fx.Node:
+    """The sum over classes, with their weights, negated."""
+    each = logs if weight is None else emit(aten.mul.Tensor, logs, weight)
+    return emit(aten.neg.default, emit(aten.sum.dim_IntList, each, [1]))

@@ -231,3 +231,25 @@ def parameters_meet_rows_outside_of_the_model(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loop.mean(loss))
     loop.see_gradients(model)
+
+
+class Smoothed(nn.Module):
+    """A loss of labels by classes of different weights, or of probabilities of classes (mixup)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("weight", torch.arange(1.0, 6.0))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(x), target, weight=self.weight, label_smoothing=0.1)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/104776", data=("ddp", "fsdp"))
+def weighted_and_smoothed_labels_and_probabilities(loop: Loop) -> None:
+    model = loop.model(Smoothed())
+    for target in (torch.tensor([0, 3, -100, 4]), torch.rand(4, 5).softmax(-1)):
+        loss = model(loop.rows(torch.randn(4, 6)), loop.rows(target))
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+    loop.see_gradients(model)
