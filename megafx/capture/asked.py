@@ -218,7 +218,7 @@ def _question(expr: sympy.Basic, traced: Sequence[Tensor | None], tracer: Any) -
     sizes = {
         size.node.expr: (i, d)
         for i, x in enumerate(traced)
-        for d, size in enumerate([] if x is None else x.shape)
+        for d, size in enumerate[Any]([] if x is None else x.shape)
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
     }
     if not expr.free_symbols <= data.keys() | sizes.keys():
