@@ -153,7 +153,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<WHERE>: it is computed in eager mode, from",
         "<relation> is no relation between sizes",
         "a number that is read from a tensor",
-        "activation_memory_budget=<activation_memory_budget>",
+        "activation_memory_budget=<budget>",
         "<name>=<text> is out of range",
         "<where> <what>",
         "<target> selects by data, and what follows needs",
