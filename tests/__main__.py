@@ -6,8 +6,8 @@ python -m tests --slow     what CI leaves out (`make test-slow`): more ranks, op
                            (most random plans and cells, the Hugging Face Trainer on ranks, killed runs)
 python -m tests --all      both
 
-The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 18 to 39 on 2026-11-28. Tests marked gpu or dist need
-a CUDA device, or start processes; they skip where they cannot run.
+The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 39 on 2026-11-28, and 18 to 30 before. Tests marked
+gpu or dist need a CUDA device, or start processes; they skip where they cannot run.
 `make test-models` computes the whole table of models.
 """
 

@@ -152,7 +152,7 @@ def quotient(turned: bool) -> Callable[[Any], Callable[[Any, Any], Any]]:
         def divided(self: Any, other: Any) -> Any:
             found = old(self, other)
             if isinstance(found, torch.SymFloat) and isinstance(other, (int, torch.SymInt)):
-                found.of_sizes = (other, self) if turned else (self, other)  # type: ignore[attr-defined]  # a name of ours
+                found.of_sizes = (other, self) if turned else (self, other)  # type: ignore[attr-defined]  # a mark
             return found
 
         return divided

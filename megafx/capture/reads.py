@@ -296,11 +296,9 @@ class Reads:
 
     def _note_behind(self, owner: Any) -> None:
         """The class's `__getattr__` computes an attribute: what it may read by `object.__getattribute__(self, "_inner")`."""
-        code, attributes = (
-            getattr(getattr(type(owner), "__getattr__", None), "__code__", None),
-            _attributes(owner) or {},
-        )
-        for name in sorted(attributes.keys() & set(code.co_consts if code is not None else ()) - IGNORED):
+        code = getattr(getattr(type(owner), "__getattr__", None), "__code__", None)
+        attributes, named = _attributes(owner) or {}, set() if code is None else {*code.co_consts}
+        for name in sorted(attributes.keys() & named - IGNORED):
             self._note(owner, name, attributes[name])
 
     def _take(self, key: tuple[int, Any], place: Place, value: Any) -> None:

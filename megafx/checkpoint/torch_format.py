@@ -65,10 +65,11 @@ class _Unpickler(pickle._Unpickler):
         raise _more_than_metadata(f"asks for {module}.{name}")
 
     def load_build(self) -> None:
-        made: Any = self.stack[-2]  # type: ignore[attr-defined]  # below its attributes
+        # Below its attributes. The stubs of pickle's Unpickler in Python lack both names.
+        made: Any = self.stack[-2]  # type: ignore[attr-defined]  # see above
         if type(made).__module__ not in _WITH_ATTRIBUTES or isinstance(made, Enum):
             raise _more_than_metadata(f"sets attributes of {str(made)[:80]}")
-        super().load_build()  # type: ignore[misc]  # as above
+        super().load_build()  # type: ignore[misc]  # see above
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import _muon as torch_muon
 from torch.optim.optimizer import _to_scalar
 
 from megafx.distributed.tensor import TPTensor
@@ -26,17 +27,10 @@ from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import Nested, Owned, Placement
 
-try:
-    from torch.optim import _muon as torch_muon
-except ImportError:  # before torch 2.9
-    torch_muon = None  # type: ignore[assignment]  # there is no such module
-
 
 @cache
 def prepare() -> None:
     """Let torch.optim.Muon, and what is derived of it, step parallelized parameters. Others are stepped by torch's function."""
-    if torch_muon is None:
-        return
     of_torch = torch_muon._single_tensor_muon
 
     def step(params: list[Tensor], grads: list[Tensor], muon_momentum_bufs: list[Tensor], **options: Any) -> None:

@@ -331,7 +331,7 @@ def _choice(reference: Callable[..., Any], launcher: Callable[..., Any], placed:
             return reference(*args)
         return repeated(*args) if replay.supported() else launcher(*args)
 
-    implementation.repeated = repeated  # type: ignore[attr-defined]  # it is set here
+    implementation.repeated = repeated  # type: ignore[attr-defined]  # functions take any attribute
     return implementation
 
 
@@ -351,4 +351,7 @@ def _see_through(name: str, launcher: _Launcher) -> None:
             _tracing.on = before
 
     torch.library.register_torch_dispatch(f"megafx::{name}", FunctionalTensorMode, expand, lib=_library)
-    _triton_registry.triton_ops_to_kernels[f"megafx::{name}"] = launcher  # type: ignore[assignment]  # its kernels
+    kernels: dict[str, Any] = (
+        _triton_registry.triton_ops_to_kernels
+    )  # of lists; torch iterates over a launcher as over one
+    kernels[f"megafx::{name}"] = launcher
