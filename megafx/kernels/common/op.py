@@ -351,7 +351,6 @@ def _see_through(name: str, launcher: _Launcher) -> None:
             _tracing.on = before
 
     torch.library.register_torch_dispatch(f"megafx::{name}", FunctionalTensorMode, expand, lib=_library)
-    kernels: dict[str, Any] = (
-        _triton_registry.triton_ops_to_kernels
-    )  # of lists; torch iterates over a launcher as over one
+    # Declared for lists of kernels; torch iterates over a launcher as over one.
+    kernels: dict[str, Any] = _triton_registry.triton_ops_to_kernels
     kernels[f"megafx::{name}"] = launcher
