@@ -56,6 +56,20 @@ def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
         yield kind, chain
 
 
+@functools.lru_cache(maxsize=4096)
+def compares(code: types.CodeType) -> bool:
+    """True if it asks whether two objects are the same (`labels is ids`), of which none is None, a class or a module's."""
+    for part in codes(code):
+        last = ""  # what loads the right one
+        for each in dis.get_instructions(part):
+            if each.opname == "IS_OP" and last not in ("LOAD_CONST", "LOAD_GLOBAL"):
+                return True
+            last = last if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else each.opname
+        if "is_" in part.co_names:  # of `operator`
+            return True
+    return False
+
+
 def names_of(module: nn.Module) -> set[str]:
     """Names that a module's forward reads, through its decorators."""
     found: set[str] = set()
@@ -64,6 +78,10 @@ def names_of(module: nn.Module) -> set[str]:
         found.update(getattr(getattr(function, "__code__", None), "co_names", ()))
         function = getattr(function, "__wrapped__", None)
     return found
+
+
+def names_layerdrop(module: nn.Module) -> bool:
+    return any(name.endswith("layerdrop") for name in names_of(module))
 
 
 def computes(cls: type, name: str) -> type | None:

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megafx.capture.code_names import names_of
-from megafx.capture.reads import Reads, is_looked_at, names_layerdrop, not_repeatable
+from megafx.capture.code_names import is_looked_at, names_layerdrop, names_of
+from megafx.capture.messages import not_repeatable
+from megafx.capture.reads import Reads
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
 from megafx.ops.eager_call import in_eager_code

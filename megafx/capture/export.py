@@ -391,7 +391,7 @@ class _Capture:
         self.in_spec = pytree.tree_structure((*self.tree, state))
         self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
         self.root.names = [name for name, _ in self.leaves]
-        self.root.same = same_tensors([value for _, value in self.leaves])
+        self.root.same = same_tensors([value for _, value in self.leaves], self.followed.compared)
         self.root.numbers = frozenset(n for n, value in self.given if not isinstance(value, torch.Tensor))
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
@@ -582,6 +582,7 @@ class _Capture:
             state=self.trace.state(),
             listing=listing(gm, [i.name for i in inputs], constants, out_leaves),
             written=written_arguments(spec),
+            compared=self.trace.reads.compared,
             questions=(*self.trace.reads.asked.questions.values(),),
         )
         if self.part:

@@ -69,6 +69,7 @@ class Followed:
     parameters: dict[str, tuple[Place, str]] = field(default_factory=dict)
     layer_by_layer: bool = False  # no call of a layer is a copy of another's (like_layers.py)
     decides: bool = False  # code needs the numbers that forward counts as numbers
+    compared: bool = False  # code asks which arguments are the same tensor
     remembered: dict[str, Place] = field(default_factory=dict)  # calls of functions with functools.lru_cache
 
     def __post_init__(self) -> None:
@@ -113,6 +114,8 @@ class Followed:
 
     def learn(self, trace: Trace) -> bool:
         """Take over what a trace has shown; True if the model has to be traced again."""
+        if trace.compares_arguments():
+            return True
         if trace.layers is not None and trace.layers.copied and trace.writes.found:
             self.layer_by_layer = True
             return True
@@ -399,9 +402,16 @@ class Trace:
 
     def _start(self) -> None:
         """All names that code reads have been found."""
-        if self.learned:
+        if self.learned or self.compares_arguments():
             raise TraceAgain
         self.writes.start()
+
+    def compares_arguments(self) -> bool:
+        """True if code may ask which arguments are the same tensor, some are, and this trace has taken them for others."""
+        given = self.reads.asked.real.values()
+        new = self.reads.compared and not self.followed.compared and len({*map(id, given)}) < len(given)
+        self.followed.compared |= new
+        return new
 
     def _taken(self, place: Place) -> None:
         """Code reads what is at a place. Parameters of the model are found wherever they are held; raises TraceAgain for them,
@@ -470,4 +480,5 @@ class Trace:
         """Of the graph; to be asked after the trace, when all is as before."""
         inputs, decisions = self.followed.all_inputs(), self.numbers.decisions
         counters = [place for name, place in self.followed.counters.items() if name not in self.followed.inputs]
-        return PythonState(self.guards(), inputs, self.writes.found, decisions, self.reads.latest, counters)
+        functions = [*self.reads.functions]
+        return PythonState(self.guards(), inputs, self.writes.found, decisions, self.reads.latest, counters, functions)

@@ -347,3 +347,9 @@ def text_of_tensor(old: Callable[..., str]) -> Callable[..., str]:
         return old(self, *spec, **kwargs)
 
     return text
+
+
+def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
+    """The error for what cannot be looked at again."""
+    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
+    return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

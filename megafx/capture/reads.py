@@ -26,9 +26,18 @@ import torch
 from torch import nn
 
 from megafx.capture.asked import Asked
-from megafx.capture.code_names import OF_ENVIRON, chains, codes, computes, from_getattr, is_looked_at, names_of
+from megafx.capture.code_names import (
+    OF_ENVIRON,
+    chains,
+    codes,
+    compares,
+    computes,
+    from_getattr,
+    is_looked_at,
+    names_layerdrop,
+)
 from megafx.capture.memos import MEMO, Memos, memo_of
-from megafx.capture.messages import Warned
+from megafx.capture.messages import Warned, not_repeatable
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.holders import (
     BACKENDS,
@@ -82,12 +91,13 @@ class Reads:
     """Notes the places that are read while `recording`. skipped: modules whose code runs at each call, not in the graph."""
 
     def __init__(self, model: nn.Module, skipped: frozenset[nn.Module] = frozenset()) -> None:
-        self.model, self.on = model, False
+        self.model, self.on, self.compared = model, False, False  # compared: code asks which objects are the same
         self.skipped = {id(m) for m in skipped}
         self.own = {*map(id, model.modules())}
         self.names: dict[int, str] = {}  # of what can be reached from the model or from globals
         self.alive: list[Any] = []  # whose ids are keys above
         self.places: dict[tuple[int, Any], Place] = {}
+        self.functions: list[types.FunctionType] = []  # the user's that forward may call
         self.written: dict[tuple[int, Any], SourceLine | None] = {}
         self.absent: set[tuple[int, Any]] = set()  # globals and variables that code names, and that are not there yet
         self.reached: set[int] = set()  # ids of containers
@@ -485,16 +495,17 @@ class Reads:
             return
         self._code_seen.add(id(function))
         self.alive.append(function)
+        own = not is_installed(code.co_filename)
+        self.functions += [function] * own
         for default in Default.all_of(function):
-            if parts_of(default.value) is not None:
-                name = self._name_of(
-                    (id(function), default.name), f"the default '{default.name}' of {function.__name__}"
-                )
+            if parts_of(default.value) is not None or (own and default.position is None):
+                name = self._name_of((id(function), default.name), f"default '{default.name}' of {function.__name__}")
                 at = Place(default, "value", name)
                 self._take((id(default), "value"), at, default.value)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         names = function.__globals__
         where = str(names.get("__name__", "")).rpartition(".")[2]
+        self.compared |= own and compares(code)
         for part in codes(code):
             line = SourceLine(part.co_filename, part.co_firstlineno)
             for kind, chain in chains(part):
@@ -641,8 +652,8 @@ class Reads:
 
     def forget(self) -> None:
         """Give up what was kept alive for its identity: objects of the user go when he gives them up."""
-        self.names.clear()
-        self.alive.clear()
+        for known in (self.names, self.alive, self.functions):
+            known.clear()
 
     def guards(self, varies: frozenset[str]) -> list[tuple[Place, Any]]:
         """The places that were read, and what they hold, but for those named in `varies`."""
@@ -684,15 +695,3 @@ def _attributes(owner: Any) -> Any:
 
 
 _BY_NAME = frozenset(["getattr", "hasattr"])
-
-
-# -- what cannot be looked at again
-
-
-def names_layerdrop(module: nn.Module) -> bool:
-    return any(name.endswith("layerdrop") for name in names_of(module))
-
-
-def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
-    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
-    return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

@@ -35,10 +35,12 @@ class Leaf:
     same: int | None = None  # the place of an earlier leaf that is the same tensor, None where none is
 
 
-def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
-    """Place of a floating tensor among leaves -> that of the first one that is the same object, where code may ask `x is y`."""
+def same_tensors(leaves: Sequence[Any], compared: bool) -> dict[int, int]:
+    """Place of a floating tensor among leaves -> that of the first one that is the same object, where code may ask `x is y`.
+    compared: the model's own code does so, of any tensors."""
     first: dict[int, int] = {}
-    places = ((i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+    tensors = ((i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+    places = ((i, x) for i, x in tensors if compared or x.dtype.is_floating_point)
     return {i: at for i, x in places if (at := first.setdefault(id(x), i)) != i}
 
 
@@ -170,6 +172,7 @@ class CallSpec:
     # number of ranks over which a size is cut; the model's code sees the whole
     parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     written: tuple[str, ...] = ()  # names of the inputs that forward writes into
+    compared: bool = False  # forward may ask which of its arguments are the same tensor
     # (function of the leaves of a call, answer) of what the model's code asked of their values (capture/asked.py)
     questions: tuple[tuple[Callable[[Sequence[Any]], bool], bool], ...] = field(default=(), compare=False, repr=False)
     listing: Any = field(default=None, compare=False, repr=False)  # of the captured graph
@@ -247,7 +250,9 @@ class CallSpec:
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
                 return problem, bound
-        if same_tensors(leaves) != {i: leaf.same for i, leaf in enumerate(self.leaves) if leaf.same is not None}:
+        if same_tensors(leaves, self.compared) != {
+            i: leaf.same for i, leaf in enumerate(self.leaves) if leaf.same is not None
+        }:
             return "other arguments are the same tensor", bound
         return None, bound
 

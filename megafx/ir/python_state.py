@@ -360,6 +360,7 @@ class PythonState:
     # how many hooks had run when forward last read the attribute of that name
     latest: Mapping[str, int] = field(default_factory=dict)
     counters: Sequence[Place] = ()  # where these numbers are
+    functions: Sequence[types.FunctionType] = ()  # that forward may call: their code and their defaults count
 
     def __post_init__(self) -> None:
         self._without_gradient = [p for p in self.inputs.values() if not _requires_grad(p.get())]
@@ -386,7 +387,8 @@ class PythonState:
         self._in_sequences.close()
         self._in_defaults.close()
         self._lengths = [*map(len, self._containers)]
-        functions = {id(f): (place, f) for place, wanted in self.guards if (f := _function(wanted)) is not None}
+        functions = {id(f): (Place(f, "__code__", f"{f.__qualname__}.__code__"), f) for f in self.functions}
+        functions |= {id(f): (place, f) for place, wanted in self.guards if (f := _function(wanted)) is not None}
         self._functions = [*functions.values()]
         self._code = [_CODE(f) for _, f in self._functions]
         self._just_functions = [f for _, f in self._functions]

@@ -231,7 +231,7 @@ class Writer:
         if call.questions:
             raise Unstorable("forward decides by values of its arguments")
         parts = [call.leaves, call.out_spec, call.out_leaves, dict(call.ranges), call.conditions, call.decided]
-        parts += [dict(call.names), dict(call.parts), call.written, (), call.listing]
+        parts += [dict(call.names), dict(call.parts), call.written, call.compared, (), call.listing]
         return [*map(self, parts)]
 
     def sizes(self, sizes: Sizes) -> Any:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.capture.reads import LIBRARIES, TABLES
 from megafx.errors import SourceLine
-from megafx.ir.holders import ENVIRONMENT, OF_TORCH, OwnAttributes, Remembered, SizesOf
+from megafx.ir.holders import ENVIRONMENT, OF_TORCH, Default, OwnAttributes, Remembered, SizesOf
 from megafx.ir.python_state import ABSENT, Container, Place, PythonState, parts_of, snapshot
 from megafx.ir.source_lines import is_installed
 from megafx.ir.stored import Unstorable, named_in
@@ -36,7 +36,9 @@ def state_form(state: PythonState, model: nn.Module, own: Fingerprint) -> Any:
             raise Unstorable(f"'{name}', which is computed")
     paths = _Paths(state, model)
     guards = [[paths.place(place), _text(own, place, wanted)] for place, wanted in state.guards]
-    return {"guards": guards, "inputs": {n: paths.place(p) for n, p in state.inputs.items() if isinstance(p, Place)}}
+    inputs = {n: paths.place(p) for n, p in state.inputs.items() if isinstance(p, Place)}
+    functions = [paths.path_of(function, function.__qualname__) for function in state.functions]
+    return {"guards": guards, "inputs": inputs, "functions": functions}
 
 
 def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str:
@@ -59,7 +61,8 @@ def state_of(form: Any, model: nn.Module, own: Fingerprint) -> PythonState | str
     inputs = {name: finder.place(where) for name, where in form["inputs"].items()}
     if None in inputs.values():
         return "a number that varies"
-    return PythonState(guards, {name: place for name, place in inputs.items() if place is not None})
+    functions = [found for path in form["functions"] if (found := finder.at(path)) is not None]
+    return PythonState(guards, {n: p for n, p in inputs.items() if p is not None}, functions=functions)
 
 
 def _text(own: Fingerprint, place: Place, wanted: Any) -> Any:
@@ -112,6 +115,8 @@ class _Paths:
         holder = place.holder
         if isinstance(holder, SizesOf) and id(holder.table) in self.known:
             return ["sizes", self.known[id(holder.table)], holder.name]
+        if isinstance(holder, Default):
+            return ["default", self.path_of(holder.function, place.name), holder.name, holder.position]
         if isinstance(holder, OwnAttributes):
             return ["own", self._path(Place(holder.cls, place.key, place.name))]
         if holder is ENVIRONMENT:
@@ -129,17 +134,23 @@ class _Paths:
             return ["globals", name]
         if isinstance(holder, type) and named_in(holder.__module__, holder.__qualname__) is holder:
             return ["class", holder.__module__, holder.__qualname__]
-        raise Unstorable(f"'{place.name}', which no path leads to")
+        return self.path_of(holder, place.name)
+
+    def path_of(self, value: Any, name: str) -> Any:
+        """The path of what is known. Raises Unstorable."""
+        if id(value) not in self.known:
+            raise Unstorable(f"'{name}', which no path leads to")
+        return self.known[id(value)]
 
     def _know(self, value: Any, path: Any) -> None:
         if id(value) in self.known or isinstance(value, (*_KEYS, float)) or value is ABSENT:
             return
+        if isinstance(value, type):
+            return self._class(value, path)
         self.known[id(value)] = path
         self.alive.append(value)
-        if isinstance(value, types.FunctionType):
+        if isinstance(inspect.unwrap(value) if callable(value) else None, types.FunctionType):
             self._cells(value, path)
-        elif isinstance(value, type):
-            self._class(value, path)
         elif (found := parts_of(value)) is not None:
             for key, part in found[1].items():
                 if isinstance(key, _KEYS):
@@ -161,6 +172,7 @@ class _Paths:
 
     def _cells(self, function: types.FunctionType, path: Any) -> None:
         function = inspect.unwrap(function)
+        self.known.setdefault(id(function), ["unwrapped", path])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.known.setdefault(id(cell), ["cell", path, name])
             self.alive.append(cell)
@@ -184,10 +196,11 @@ class _Finder:
         if path[0] == "within":
             within = self.place(path[1])
             return None if within is None or parts_of(within.get()) is None else Place(None, key, name, source, within)
-        holder = self._at(path)
+        holder = self.at(path)
         return None if holder is None else Place(holder, key, name, source)
 
-    def _at(self, path: Any) -> Any:
+    def at(self, path: Any) -> Any:
+        """What is at a path; None where nothing is."""
         kind, *rest = path
         if kind == "module":
             return self.modules.get(rest[0])
@@ -202,8 +215,12 @@ class _Finder:
             return ENVIRONMENT
         if kind == "torch":
             return OF_TORCH
-        if (inside := self._at(rest[0])) is None:
+        if (inside := self.at(rest[0])) is None:
             return None
+        if kind == "unwrapped":
+            return inspect.unwrap(inside) if callable(inside) else None
+        if kind == "default":
+            return Default(inside, rest[1], rest[2]) if isinstance(inside, types.FunctionType) else None
         if kind == "sizes":
             return SizesOf(inside, rest[1])
         if kind == "own":

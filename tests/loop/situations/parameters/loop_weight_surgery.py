@@ -146,3 +146,20 @@ def an_adapter_is_added_later(loop: Loop) -> None:
     loss.backward()
     loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+@situation(VECTOR, slow=(1,))
+def blocks_are_split_and_written(loop: Loop) -> None:
+    """By views whose ops' schemas do not say that they are views; a loss of them, too."""
+    model = loop.model(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6)))
+    for _ in range(2):
+        loss = model(torch.randn(3, 5)).square().mean()
+        (loss + sum(p.unsafe_chunk(2)[1].square().mean() for p in model.parameters())).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.unsafe_chunk(2)[0].zero_()
+                p.unsafe_split(3)[1].mul_(2)
+                p.unsafe_split_with_sizes([2, len(p) - 2])[1][1:].add_(0.1)
+                (p if p.dim() == 1 else p.T).unsafe_chunk(2)[1].sub_(0.5)
+    loop.see_state(model)
+    loop.see_gradients(model)

@@ -10,6 +10,7 @@ from loop import Loop, situation
 from torch import Tensor, nn
 
 BY_ID = "https://github.com/sgl-project/sglang/pull/32541"  # entries of a cache by id(tensor)
+SHIFTED = "https://discuss.huggingface.co/t/where-does-the-transformers-do-the-target-text-shifting-in-causal-lm/32408"
 TABLES = "https://github.com/facebookresearch/fairseq/blob/main/fairseq/incremental_decoding_utils.py"
 
 
@@ -125,3 +126,46 @@ for _name, _scale in _SCALES.items():
 
     _of_layers.__name__ = f"a_layer_{_name}"
     situation(TABLES, slow=(2,) if _name == "by_its_place" else ())(_of_layers)
+
+
+class Shifting(nn.Module):
+    """A language model that shifts its labels by itself where they are the very input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(ids))
+        if labels is ids:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Plain(Shifting):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.head(self.embed(ids))
+        assert labels is not None
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _train(loop: Loop, model: nn.Module) -> Any:
+    ids, labels = torch.randint(16, (2, 3, 5))
+    model = loop.model(model, example_inputs=(ids, ids))
+    for of_loss in (ids, labels, ids.clone(), ids):
+        loss = model(ids, of_loss)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+    return model
+
+
+@situation(SHIFTED)
+def labels_are_the_input_itself(loop: Loop) -> None:
+    _train(loop, Shifting())
+
+
+@situation(SHIFTED, slow=(2,))
+def one_graph_serves_labels_that_are_the_input(loop: Loop) -> None:
+    model = _train(loop, Plain())
+    loop.see(graphs=1 if loop.eager else len(model.megafx.graphs))
