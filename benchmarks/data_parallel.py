@@ -76,6 +76,36 @@ def collectives_of(step: Any) -> str:
     return f"{len(spans[True])} collectives {total:.1f} ms, exposed {exposed(spans[True], spans[False]):.1f} ms"
 
 
+def live_at_peak(step: Any, most: int = 20) -> str:
+    """What is allocated at the peak of a step, by the Python lines that asked for it, the largest first: MiB, how many, lines."""
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
+    step()
+    torch.cuda.synchronize()
+    events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    live: dict[int, Any] = {}
+    now = peak = 0
+    held: list[Any] = []
+    for event in events:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+            now += event["size"]
+            if now > peak:
+                peak, held = now, [*live.values()]
+        elif event["action"] == "free_requested":
+            now -= live.pop(event["addr"], {"size": 0})["size"]
+    found: dict[str, list[int]] = {}
+    for event in held:
+        frames = [f for f in event["frames"] if "site-packages" not in f["filename"]][:3]
+        lines = " < ".join(f"{os.path.basename(f['filename'])}:{f['line']} {f['name']}" for f in frames)
+        found.setdefault(lines, []).append(event["size"])
+    rows = sorted(((sum(sizes), len(sizes), lines) for lines, sizes in found.items()), reverse=True)[:most]
+    return "\n".join(
+        [f"{peak >> 20} MiB at the peak", *(f"{size >> 20:8d} {count:4d} {lines}" for size, count, lines in rows)]
+    )
+
+
 def run(mode: str, shape: dict[str, int], args: argparse.Namespace, device: torch.device) -> str:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model: Any = build("llama", shape, device)

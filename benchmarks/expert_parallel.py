@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from data_parallel import collectives_of, start
+from data_parallel import collectives_of, live_at_peak, start
 from torch.distributed.fsdp import fully_shard
 
 import megafx
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--live", action="store_true", help="what rank 0 has allocated at the peak of a step")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device = start(args.tiny)
@@ -135,6 +136,8 @@ def main() -> None:
         ms = statistics.median(times[mode])
         more = "" if args.tiny else f", {collectives_of(functools.partial(step, 0))}"
         say(f"{mode:18s} {ms:.1f} ms, {ms / first:.2f} of the first{more}", flush=True)
+        if args.live:
+            say(live_at_peak(functools.partial(step, 0)), flush=True)
     dist.destroy_process_group()
 
 
