@@ -77,7 +77,7 @@ def collectives_of(step: Any) -> str:
 
 
 def live_at_peak(step: Any, most: int = 20) -> str:
-    """What is allocated at the peak of a step, by the Python lines that asked for it, the largest first: MiB, how many, lines."""
+    """What is allocated at the peak of a step, by the Python lines that asked for it, the largest first: MiB, how many."""
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
     step()
