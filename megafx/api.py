@@ -25,7 +25,7 @@ from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
-from megafx.progress import stage
+from megafx.progress import stage, uncollected
 from megafx.rehearsal import Rehearsal, rehearse_compiled
 from megafx.replaying import Replayed, replay_call
 from megafx.report.page import side_by_side
@@ -41,6 +41,7 @@ from megafx.what_if import SearchResult, search_call
 
 
 @stage("parallelize")
+@uncollected()
 def parallelize(
     model: nn.Module,
     config: Config | None = None,

@@ -256,17 +256,20 @@ def imported_by_name(
     known = _INSTALLED.setdefault(library.__name__, {})
     found = []
     for name, module in [*sys.modules.items()]:
-        if name not in known or known[name][0] is not module:
-            if name.partition(".")[0] in libraries:
-                has = []
-            else:
+        seen = known.get(name)
+        if seen is None or seen[0] is not module:
+            left_out = name.partition(".")[0] in libraries
+            has = []
+            if not (
+                left_out or functions.keys().isdisjoint(map(id, [*vars(module).values()]))
+            ):  # sooner than the next line
                 has = [(own, functions[id(x)]) for own, x in [*vars(module).items()] if id(x) in functions]
+            seen = module, has
             loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
-            if not is_installed(getattr(module, "__file__", None) or "") or loading:
-                found += [(vars(module), own, function) for own, function in has]
-                continue
-            known[name] = module, has
-        found += [(vars(module), own, function) for own, function in known[name][1]]
+            if left_out or (is_installed(getattr(module, "__file__", None) or "") and not loading):
+                known[name] = seen
+        if seen[1]:
+            found += [(vars(module), own, function) for own, function in seen[1]]
     return found
 
 

@@ -56,30 +56,35 @@ def fitting(program: Program, planner: Planner, passes: Sequence[Pass], runner: 
     )
 
 
-def sequence_parallel(program: Program, planner: Planner, passes: Sequence[Pass]) -> bool | str:
+def sequence_parallel(program: Program, planner: Planner, passes: Sequence[Pass]) -> tuple[bool | str, Trial | None]:
     """What to plan with instead of 'auto': the layout that the solver takes, by its sum of costs, or the other one, if its
-    schedule is shorter. passes: those that plan."""
+    schedule is shorter. With the trial that planned so, where there was one of all that is asked. passes: those that plan."""
     wanted = planner.config.sequence_parallel
     free = planner.given is None and not planner.config.passes and planner.config.planner_policy != "free"
     if wanted != "auto" or planner.t == 1 or not free:
-        return wanted
+        return wanted, None
 
-    chosen = _planned(program, planner, passes, wanted)
-    other = None if chosen is None else _planned(program, planner, passes, not chosen[1])
-    if chosen is None or other is None or chosen[1] == other[1] or other[0] > (1 - LEAST_GAIN) * chosen[0]:
-        return wanted
-    times = f"{other[0]:.0f} us by its schedule, against {chosen[0]:.0f} us"
-    program.note("plan", f"sequence parallelism is {'on' if other[1] else 'off'}: a step takes {times}")
-    return other[1]
+    trial = _planned(program, planner, passes, wanted, planner.keeps_problem)
+    if trial is None:
+        return wanted, None
+    chosen = trial.planner.solved
+    other = _planned(program, planner, passes, not chosen.sequence_parallel, False)
+    if other is None:
+        return wanted, trial
+    better = other.planner.solved
+    if chosen.sequence_parallel == better.sequence_parallel or better.step_us > (1 - LEAST_GAIN) * chosen.step_us:
+        return wanted, trial
+    times = f"{better.step_us:.0f} us by its schedule, against {chosen.step_us:.0f} us"
+    program.note("plan", f"sequence parallelism is {'on' if better.sequence_parallel else 'off'}: a step takes {times}")
+    return better.sequence_parallel, None
 
 
 def _planned(
-    program: Program, planner: Planner, passes: Sequence[Pass], wanted: bool | str
-) -> tuple[float, bool] | None:
-    """(microseconds of a step by its schedule, whether ranks share tokens) of a plan; None where there is none."""
+    program: Program, planner: Planner, passes: Sequence[Pass], wanted: bool | str, keeps_problem: bool
+) -> Trial | None:
+    """A plan of this rank alone; None where there is none."""
     config = planner.config.replace(sequence_parallel=wanted)
     try:
-        plan = tried(program, planner, passes, config=config, agree=None, keeps_problem=False).planner.solved
+        return tried(program, planner, passes, config=config, agree=None, keeps_problem=keeps_problem)
     except PlanError:
         return None
-    return plan.step_us, plan.sequence_parallel

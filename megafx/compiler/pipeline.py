@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafx.capture.prepare import alone
 from megafx.checks.numbers import NumberCheck
-from megafx.compiler.choose import fitting, sequence_parallel
+from megafx.compiler.choose import Trial, fitting, sequence_parallel
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import EVERY_RANK, before, passes_of, runner_of, since
@@ -45,10 +45,27 @@ def plan_only(program: Program, planner: Planner, runner: Runner | None = None) 
     numbers = _numbers(planner, runner)
     with alone(), own_functional():
         runner.run(program, before(flatten_tokens, passes), numbers)
-        chosen = sequence_parallel(program, planner, since(flatten_tokens, passes))
-        with meanwhile(planner, config=planner.config.replace(sequence_parallel=chosen)):
-            runner.run(program, since(flatten_tokens, passes), numbers)
+        rest = since(flatten_tokens, passes)
+        chosen, trial = sequence_parallel(program, planner, rest)
+        agree = planner.agree
+        if trial is not None and numbers is None and runner.shows_nothing:
+            plan = trial.planner.solved
+            agreed = plan if agree is None else agree(plan)
+            if agreed is plan:
+                _take(trial, program, planner, runner)
+                return plan
+            agree = lambda own: agreed
+        with meanwhile(planner, config=planner.config.replace(sequence_parallel=chosen), agree=agree):
+            runner.run(program, rest, numbers)
     return planner.solved
+
+
+def _take(trial: Trial, program: Program, planner: Planner, runner: Runner) -> None:
+    """Let all three be as after a run of the trial's passes."""
+    program.become(trial.program)
+    asked = {name: getattr(planner, name) for name in ("config", "agree")}
+    vars(planner).update(vars(trial.planner) | asked)
+    runner.records += trial.records
 
 
 def _numbers(planner: Planner, runner: Runner) -> NumberCheck | None:

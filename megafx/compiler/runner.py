@@ -161,6 +161,11 @@ class Runner:
         self.records: list[PassRecord] = []
         self.dumps = _dumps(self.settings)
 
+    @property
+    def shows_nothing(self) -> bool:
+        """True if nobody sees single passes, or stops at one."""
+        return not self.settings.level and self.settings.stop_after is None and self.dumps.folder is None
+
     def run(self, program: Program, passes: Sequence[Pass], check: Check | None = None) -> list[PassRecord]:
         """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says."""
         settings = self.settings

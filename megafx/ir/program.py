@@ -279,6 +279,10 @@ class Program:
         lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
         return replace(self, gm=gm, assumed=dict(self.assumed), **lists)
 
+    def become(self, copy: Program) -> None:
+        """Take what a copy has, its graph included: the copy is of no use afterwards."""
+        vars(self).update(vars(copy))
+
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
 

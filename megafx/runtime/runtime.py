@@ -52,7 +52,7 @@ from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
-from megafx.progress import stage
+from megafx.progress import stage, uncollected
 from megafx.report.report import Report, refresh
 from megafx.runtime.again import EntersGrad, in_eager_mode
 from megafx.runtime.bound_graph import BoundGraph, CompiledCall
@@ -420,6 +420,7 @@ class Runtime:
                 return {n: p for n, p in (before | changed).items() if n not in self.fixed_state}
         return {}
 
+    @uncollected()
     def _compile(
         self,
         call: Call,
@@ -540,12 +541,13 @@ class Runtime:
         )  # fmt: skip
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
-        """Rank 0's plan on every rank, in the sizes of this rank's graph."""
+        """Rank 0's plan on every rank, in the sizes of this rank's graph: this rank's own, where it is the same."""
         if self.mesh is None:
             return plan
+        own = plan.to_json()
         with released():  # ranks may have begun with models of other threads
-            text = agreement.broadcast_object(plan.to_json() if dist.get_rank(self.group) == 0 else None, self.group)
-        return Plan.from_json(text, plan.sizes)
+            text = agreement.broadcast_object(own, self.group)
+        return plan if text == own else Plan.from_json(text, plan.sizes)
 
     def _axes(self) -> dict[str, AxisContext] | None:
         if self.mesh is None:

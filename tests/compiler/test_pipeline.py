@@ -16,10 +16,12 @@ import megafx
 from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.compiler.runner import Runner
+from megafx.compiler.stages import runner_of
 from megafx.ir import dump
 from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
 
 HARDWARE = Hardware.load("h100-nvlink")
 
@@ -44,6 +46,44 @@ def test_a_planned_program_is_compiled_to_what_its_capture_is(name: str, sequenc
     once = compile_program(placed, own)
     assert text(once.program) == text(again.program)
     assert once.plan.diff(again.plan) == ""
+
+
+def of_others(plan: Plan) -> Plan:
+    """As what another rank has sent."""
+    return Plan.from_json(plan.to_json(), plan.sizes)
+
+
+@pytest.mark.parametrize(("agree", "times"), [(None, 2), (lambda plan: plan, 2), (of_others, 3)])
+def test_the_layout_that_was_tried_is_not_planned_again(
+    agree: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another rank's plan is taken, or somebody sees the passes."""
+    ran: Counter[str] = Counter()
+    plain = Runner._run
+
+    def run(self: Runner, step: Any, *args: Any) -> Any:
+        ran[step.name] += 1
+        return plain(self, step, *args)
+
+    monkeypatch.setattr(Runner, "_run", run)
+    model, inputs = zoo.build("nanogpt")
+    program = capture_call(model, (), inputs(2, 8))
+    config = megafx.Config(tensor_model_parallel_size=2)
+    planner = Planner(config, 2, HARDWARE, wants_grad=lambda spec: spec.kind == "param", agree=agree)
+    placed, own = program.copy(), replace(planner)
+    runner = runner_of(own)
+    plan_only(placed, own, runner)
+    assert ran["flatten_tokens"] == ran["plan_sharding"] == times and ran["fuse"] == 1
+    assert own.config is config and own.agree is agree
+    monkeypatch.setattr(Runner, "shows_nothing", False)
+    again, other = program.copy(), replace(planner)
+    shown = runner_of(other)
+    plan_only(again, other, shown)
+    assert text(placed) == text(again) and own.solved.to_json() == other.solved.to_json()
+    reports = [re.sub(r"planning [\d.]+ s", "", str(each.solved.report)) for each in (own, other)]
+    assert reports[0] == reports[1]
+    assert [r.name for r in runner.records] == [r.name for r in shown.records]
+    assert {n.name for n in own.rules} == {n.name for n in other.rules} <= {n.name for n in placed.graph.nodes}
 
 
 class Net(nn.Module):

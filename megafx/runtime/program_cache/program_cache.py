@@ -108,6 +108,7 @@ class Situation:
     def __post_init__(self) -> None:
         self.key = self.variant = ""
         self.classes: dict[str, str] = {}
+        self._state: PythonState | str = ""  # of the entry that was compared last, in this process
         self._differences: list[str] = []  # between this process and each entry of the call, the newest first
         try:
             sizes = [[*x.shape] for x in self.call.leaves if isinstance(x, torch.Tensor)]
@@ -141,9 +142,9 @@ class Situation:
         with stage("read the cache"):
             candidates = self._candidates() if self._has_files() else iter(())
             while True:
-                path, data = None, None
+                path, data, opened = None, None, None
                 try:
-                    path, data = next(candidates, (None, None))
+                    path, data, opened = next(candidates, (None, None, None))
                 except Exception as error:  # the other ranks wait
                     self.notes.append(f"entries cannot be compared with this process ({type(error).__name__}: {error})")
                 key, data = agreement.broadcast_object((self.key, data), self.group)
@@ -153,7 +154,7 @@ class Situation:
                 found: Found | str = self.refused or "what is compiled"
                 if key == self.key and not self.refused:
                     try:
-                        found = self._parse(data)
+                        found = self._parse(data, opened)
                     except Exception as error:  # whatever json, torch and sympy raise at what is not in the format
                         self.notes.append(
                             f"an entry cannot be read, and is made anew ({type(error).__name__}: {error})"
@@ -173,24 +174,24 @@ class Situation:
     def _has_files(self) -> bool:
         return bool(self.key) and not self.refused and (self.group is None or dist.get_rank(self.group) == 0)
 
-    def _candidates(self) -> Iterator[tuple[Path, bytes]]:
-        """Entries that fit this process, the newest first, but for those of calls of the same sizes."""
+    def _candidates(self) -> Iterator[tuple[Path, bytes, Any]]:
+        """Entries that fit this process, and what is in them: the newest first, but for those of calls of the same sizes."""
         if (place := folder()) is None:
             return
         paths = sorted(place.glob(f"{self.key}-*"), key=lambda p: (self.variant not in p.name, -changed_at(p)))
         for path in paths[:TRIED]:
             try:
                 data = path.read_bytes()
-                form = unpacked(data)[0]
+                opened = unpacked(data)
             except (OSError, ValueError, zlib.error, SafetensorError) as error:
                 self.notes.append(f"an entry was damaged, and is made anew ({path.name}: {error})")
                 path.unlink(missing_ok=True)
                 continue
-            reason = self._differs(form)
+            reason = self._differs(opened[0])
             if not reason:
                 with contextlib.suppress(OSError):
                     os.utime(path)
-                yield path, data
+                yield path, data, opened
             else:
                 self._differences.append(f"compiled anew, since {reason} is not what it was when the entry was made")
 
@@ -208,23 +209,24 @@ class Situation:
         for name, was in form["environment"].items():
             if hidden(os.environ.get(name)) != was:
                 return f"the environment variable {name}"
-        if isinstance(state := state_of(form["state"], self.model, Fingerprint(self.model)), str):
-            return state
+        self._state = state_of(form["state"], self.model, Fingerprint(self.model))
+        if isinstance(self._state, str):
+            return self._state
         if form["program"] is not None and self.variant != form["variant"] and form["promises"]:
             return "the size of the call, for which a budget was met"
         return ""
 
-    def _parse(self, data: bytes) -> Found | str:
-        """What the entry holds; what differs, where it is not for this process."""
-        form, tensors = unpacked(data)
-        if differs := self._differs(form):
+    def _parse(self, data: bytes, opened: Any) -> Found | str:
+        """What the entry holds; what differs, where it is not for this process. opened: as unpacked, where it was compared."""
+        form, tensors = opened or unpacked(data)
+        if opened is None and (differs := self._differs(form)):
             return differs
         found = Found(captured=form["captured"])
         if form["plan"] is not None:
             found.plan = _plan_of(form["plan"], self.planner.hardware, self.device)
         if form["program"] is None:
             return found
-        state = state_of(form["state"], self.model, Fingerprint(self.model))
+        state = self._state
         assert isinstance(state, PythonState)
         tree = (self.call.args, self.call.kwargs, self.call.loss_inputs, state.values())
         reader = Reader(PROGRAM, self.device, form["shared"])
