@@ -66,6 +66,7 @@ from megafx.capture.functions import (
 )
 from megafx.capture.hook_stores import code_run_by, places_written_by
 from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
+from megafx.capture.libraries.copies import copying
 from megafx.capture.libraries.flex import as_written, flex_replacements
 from megafx.capture.libraries.huggingface import CachesLeftOut, attention_replacements, is_hf_model, no_cache
 from megafx.capture.libraries.torch_layers import layer_replacements
@@ -312,7 +313,7 @@ def replacements(
     why = "what forward reads and writes of Python objects is noted, for a graph serves calls with the same state alone"
     table.append(Replacement(nn.Module, "__getattribute__", reads.getattribute, why))
     table.append(Replacement(nn.Module, "__setattr__", reads.setattribute, why))
-    table += [Replacement(*line) for line in unrepeatable(reads)]
+    table += [Replacement(*line) for line in (*unrepeatable(reads), *copying(reads))]
 
     why = "layerdrop: the draw chooses between the layer's input and its output"
     for fqn, layer in droppable_layers(model):
