@@ -23,7 +23,13 @@ assert "torch" not in sys.modules
 megafx.parallelize
 shown("front")
 
+import os
 import torch
+from megafx.runtime.program_cache.cache_key import watching
+os.environ["NOBODY_READS_IT"], read = "1", {}
+with watching(read):
+    megafx.parallelize(torch.nn.LayerNorm(4), example_inputs=torch.ones(2, 4))
+assert "NOBODY_READS_IT" not in read  # another start may have another value there
 model = megafx.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)), example_inputs=torch.ones(2, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(2, 4)).sum().backward()
