@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megafx.capture.code_names import is_looked_at, names_layerdrop, names_of
-from megafx.capture.messages import not_repeatable
+from megafx.capture.code_names import OF_ENVIRON, is_looked_at, names_layerdrop, names_of
+from megafx.capture.messages import A_FILE, not_repeatable
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
@@ -158,7 +158,9 @@ def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str
         table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
     table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
     table.append((builtins, "next", _noting(reads), "an iterator that is kept goes on at each call"))
-    table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
+    for owner, name in ((builtins, "open"), (torch, "save"), (torch, "load")):
+        table.append((owner, name, _refusing(reads, A_FILE), "a graph would have what the file held at capture"))
+    table.append((type(os.environ), "__setitem__", _refusing_variables(reads), "calls of a graph would not set it"))
     return table
 
 
@@ -172,6 +174,22 @@ def _noting(reads: Reads) -> Callable[[Any], Any]:
             return old(*args)
 
         return noting
+
+    return of
+
+
+def _refusing_variables(reads: Reads) -> Callable[[Any], Any]:
+    def of(old: Any) -> Any:
+        def refusing(environ: Any, name: str, value: str) -> None:
+            # past what makes it this thread's
+            line = line_of(frame_behind(sys._getframe(2), OF_ENVIRON.__contains__), walk=False)
+            looked_at = line is not None and is_looked_at(line.file)
+            if reads.on and not in_eager_code() and looked_at and os.environ.get(name) != value:
+                found = f"forward sets os.environ[{name!r}]: calls of a graph would not"
+                raise CaptureError(found, source=line, fix="set it before the call, or keep the value in an attribute")
+            old(environ, name, value)
+
+        return refusing
 
     return of
 

@@ -44,13 +44,15 @@ from megafx.capture.program import ROOT
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
 
-_CHECKS_ARGUMENTS = "torch/distributions/"  # its checks of arguments and values are on by default
+# Whose checks of arguments and values are taken to pass: on by default in distributions, of a variance in gaussian_nll_loss.
+_CHECKS_ARGUMENTS = ("torch/distributions/", "torch/nn/functional.py")
 _PLUMBING = tuple(
     os.path.join(os.path.dirname(torch.__file__), name) for name in ("fx", "_sympy", "utils", "__init__.py")
 )
 _PLUMBING += (os.path.dirname(os.path.dirname(__file__)),)
 _MAKE_ZEROS = ("zeros", "new_zeros", "empty", "new_empty")
 _LOGGERS = ("logger", "logging", "warnings", "_logger", "log")
+A_FILE = "a file"
 _ASKS_IN_COMPARE = 16  # bit of COMPARE_OP's argument, from Python 3.13 on
 Place = tuple[int, int, int, int]  # line, end line, column, end column
 
@@ -71,7 +73,9 @@ def passing_checks(decide: Callable[..., bool], note: Callable[[str], None]) -> 
 
 def _check_asking() -> tuple[bool, SourceLine] | None:
     """(the truth with which it passes, its line) of the check that the user's code is making; None if it makes none."""
-    frame = frame_behind(sys._getframe(2), lambda file: not (is_user_file(file) or _CHECKS_ARGUMENTS in file))
+    frame = frame_behind(
+        sys._getframe(2), lambda file: not (is_user_file(file) or any(x in file for x in _CHECKS_ARGUMENTS))
+    )
     place = None if frame is None else _asked(frame)
     if frame is None or place is None:
         return None
@@ -79,7 +83,7 @@ def _check_asking() -> tuple[bool, SourceLine] | None:
     for statement in ast.walk(_tree(file)):
         # A constraint of torch.distributions gives its verdict early where one part does not hold.
         check = isinstance(statement, ast.If) and (
-            _only_complains(statement.body) or file.endswith(f"{_CHECKS_ARGUMENTS}constraints.py")
+            _only_complains(statement.body) or file.endswith("torch/distributions/constraints.py")
         )
         if isinstance(statement, ast.Assert) or check:
             value = _operand(statement.test, isinstance(statement, ast.Assert), place)  # type: ignore[attr-defined]  # has one
@@ -221,18 +225,27 @@ class Warned:
 def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
     """(owner, name, its replacement in a trace, why). note: called with a text of each; warned: takes warnings."""
 
-    def nothing(*_: Any, **__: Any) -> None:
-        # past what makes it this thread's
-        frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
-        source = line_of(frame, walk=False)
-        if source is not None and "site-packages" not in source.file:
-            note(f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook")
+    def quiet(old: Callable[..., Any]) -> Callable[..., Any]:
+        def nothing(*values: Any, **options: Any) -> Any:
+            stream = options.get("file")
+            if not (stream in (None, sys.__stdout__, sys.__stderr__) or isinstance(stream, _Muted)):
+                return old(*values, **options)  # a write into what forward holds, which is seen afterwards (writes.py)
+            # past what makes it this thread's
+            frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
+            source = line_of(frame, walk=False)
+            if source is not None and "site-packages" not in source.file:
+                note(
+                    f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook"
+                )
+            return None
+
+        return nothing
 
     why = (
         "partial graphs that export prints and logs stay off the terminal; warnings are shown once a model is captured"
     )
     table: list[tuple[Any, str, Callable[[Any], Any], str]] = [
-        (owner, name, lambda old: nothing, why) for owner, name in ((logging.Logger, "handle"), (builtins, "print"))
+        (owner, name, quiet, why) for owner, name in ((logging.Logger, "handle"), (builtins, "print"))
     ]
     table.append((warnings, "warn", lambda old: functools.partial(_warn, note, warned), why))
     table += [(sys, name, _Muted, why) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
@@ -351,5 +364,12 @@ def text_of_tensor(old: Callable[..., str]) -> Callable[..., str]:
 
 def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
     """The error for what cannot be looked at again."""
+    if what == A_FILE:
+        return CaptureError(
+            f"forward opens {what}: calls of a graph would neither read nor write it",
+            source=line,
+            fix="read it before the call, and give forward what it holds; return what is to be written, and write it "
+            "in your loop",
+        )
     fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import os
 import sys
 from argparse import Namespace
 from collections import deque
@@ -123,7 +125,8 @@ class Writes:
     def watch(self, place: Place) -> None:
         """Remember what a container holds that forward has come upon outside of the modules' attributes."""
         value = place.get()
-        if parts_of(value) is not None and id(_mutable(value)) not in self.containers:
+        held = parts_of(value) is not None or isinstance(value, (*ARRAYS, io.IOBase))
+        if held and id(_mutable(value)) not in self.containers:
             self.compare(place)
 
     def also(self, owner: Any, name: str) -> None:
@@ -144,6 +147,8 @@ class Writes:
         value = _mutable(value)
         if isinstance(value, ARRAYS) and (value.nbytes if isinstance(value, np.ndarray) else len(value)) <= _COPIED:
             self.containers.setdefault(id(value), (value, copy.copy(value)))
+        if isinstance(value, io.IOBase):
+            self.containers.setdefault(id(value), (value, _stream_state(value)))
         if not isinstance(value, (dict, list, deque, set)) or id(value) in self.containers:
             return
         plain: Any = list.copy if isinstance(value, list) else items_of if isinstance(value, dict) else copy.copy
@@ -257,8 +262,8 @@ class Writes:
                 yield Place(place.holder, place.key, place.name, line, place.within), [*value], True
             else:
                 raise self._unfollowed(place, value)
-        elif isinstance(value, ARRAYS):
-            if not same(value, old):
+        elif isinstance(value, (*ARRAYS, io.IOBase)):
+            if _stream_state(value) != old if isinstance(value, io.IOBase) else not same(value, old):
                 raise self._unfollowed(place, value)
         elif (members := _members(value)) is None and value != old:
             raise self._unfollowed(place, value)
@@ -307,7 +312,9 @@ class Writes:
     def restore(self) -> None:
         """Put back what was there before forward. (prepare.py does so for buffers.)"""
         for container, old in self.containers.values():
-            if not isinstance(container, ARRAYS):
+            if isinstance(container, io.IOBase):
+                _rewind(container, old)
+            elif not isinstance(container, ARRAYS):
                 put_back(container, old)
             elif not same(container, old):
                 everything: Any = ... if isinstance(container, np.ndarray) else slice(None)
@@ -332,6 +339,8 @@ class Writes:
         fix = "keep tensors, numbers, or lists and dicts of them; return other values from forward"
         if isinstance(value, nn.Module):
             fix = "make modules in __init__, or call the model once before it is parallelized"
+        if isinstance(value, io.IOBase):
+            fix = "append to a list (self.lines.append(...)), and write that in your loop"
         return CaptureError(
             f"forward changes '{place.name}' (to a {kind.__module__}.{kind.__qualname__}) in a way that a graph cannot follow",
             module=owner,
@@ -361,6 +370,33 @@ _GRAD_MODE = _GradMode()
 def _mutable(value: Any) -> Any:
     """What holds the parts of a container."""
     return vars(value) if has_attributes_for_parts(value) else value
+
+
+def _stream_state(stream: io.IOBase) -> Any:
+    """(content or size, position) of a stream; None where it is closed, or has no position."""
+    if stream.closed or not stream.seekable():
+        return None
+    if isinstance(stream, (io.StringIO, io.BytesIO)):
+        return stream.getvalue(), stream.tell()
+    try:
+        stream.flush()
+        return os.fstat(stream.fileno()).st_size, stream.tell()
+    except OSError:  # while code goes through its lines
+        return None
+
+
+def _rewind(stream: io.IOBase, state: Any) -> None:
+    """Put a stream back to a state."""
+    if state is None or _stream_state(stream) == state:
+        return
+    content, position = state
+    if isinstance(stream, (io.StringIO, io.BytesIO)):
+        stream.seek(0)
+        stream.truncate()
+        stream.write(content)
+    elif stream.writable():
+        stream.truncate(content)
+    stream.seek(position)
 
 
 def _dataclasses(value: Any) -> list[Any]:

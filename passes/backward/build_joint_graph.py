@@ -181,8 +181,24 @@ def _in_pairs(make: Any) -> Any:
 
 
 def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:
+    if target is aten.multilabel_margin_loss.default:
+        return _multilabel_margin(*args, **kwargs)
     found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
     return target(*args, **kwargs) if found is None else found
+
+
+def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    """Of scores [rows, classes] or [classes], and the labels of each row before its first -1. torch's decomposition (2.13)
+    takes each label from the first -1 on for a 0."""
+    scores, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = scores.shape[1]
+    counts = (labels == -1).cumsum(1) == 0
+    numbers = torch.arange(classes, device=x.device)
+    others = (numbers != torch.where(counts, labels, -1).unsqueeze(2)).all(1)
+    margins = torch.relu(1 - scores.gather(1, torch.where(counts, labels, 0)).unsqueeze(2) + scores.unsqueeze(1))
+    each = torch.where(counts.unsqueeze(2) & others.unsqueeze(1), margins, 0.0).sum((1, 2)) / classes
+    each = each if x.dim() == 2 else each[0]
+    return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
 
 
 def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import copy
+import io
 import itertools
+import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +43,8 @@ def _extends_and_reads(model: Any) -> None:
     sum(model.history)
 
 
+LOG, BYTES, ARRAY = io.StringIO("before"), io.BytesIO(), array.array("d")
+FILE = tempfile.TemporaryFile("w+")  # noqa: SIM115
 REFUSED = {
     "random": (lambda model: random.random(), "a random number of Python's `random`"),
     "numpy": (lambda model: float(np.random.rand()), "a random number of numpy"),
@@ -46,6 +52,16 @@ REFUSED = {
     "iterator": (lambda model: next(model.numbers), "the next value of the iterator 'numbers'"),
     "clock": (lambda model: time.time(), "the clock"),
     "file": (lambda model: len(open(__file__).read()), "a file"),  # noqa: SIM115
+    "saved": (lambda model: torch.save(model.linear.weight, io.BytesIO()), "forward opens a file"),
+    "environment": (
+        lambda model: os.environ.__setitem__("MEGAFX_OF_A_TEST", "1"),
+        r"forward sets os.environ\['MEGAFX_OF_A_TEST'\]",
+    ),
+    "stream": (lambda model: LOG.write("a line"), "forward changes '.*LOG' .* cannot follow"),
+    "bytes": (lambda model: BYTES.write(b"a line"), "forward changes '.*BYTES' .* cannot follow"),
+    "open file": (lambda model: FILE.write("a line"), "forward changes '.*FILE' .* cannot follow"),
+    "printed": (lambda model: print("a line", file=LOG), "forward changes '.*LOG' .* cannot follow"),
+    "array": (lambda model: ARRAY.append(1.0), "forward changes '.*ARRAY' .* cannot follow"),
     "running list": (_extends_and_reads, "forward extends the list 'history' and reads it"),
     "submodule": (lambda model: setattr(model, "late", nn.Linear(4, 4)), "forward changes 'late' .* cannot follow"),
     "parameter": (
@@ -70,6 +86,9 @@ def test_what_a_graph_cannot_repeat_is_an_error(name: str) -> None:
         )
     if name not in ("submodule", "parameter", "object"):
         assert caught.value.source is not None and caught.value.source.file == __file__
+    FILE.seek(0)
+    assert (LOG.getvalue(), LOG.tell(), BYTES.getvalue(), len(ARRAY), FILE.read()) == ("before", 0, b"", 0, "")
+    assert "MEGAFX_OF_A_TEST" not in os.environ
     # The advice works: the number comes from torch, or as an argument; nothing is left behind by the refusal.
     capture_call(Calling(lambda model: None), (torch.randn(3, 4),))
 

@@ -4,8 +4,10 @@ output and gradients are then those of eager mode, on one rank."""
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import logging
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,6 +169,7 @@ def test_whether_anything_is_padding() -> None:
     works(lambda m, x: m.lin(x.masked_fill((x.sum(-1) > 10)[..., None], 0.0)))
 
 
+LINES = io.StringIO()
 CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "a value with a gradient is written": (
         "<found>, which cannot be made functional",
@@ -202,6 +205,21 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "forward reads <what>: a graph would have the same at every call",
         lambda m, x: m.lin(x) * random.random(),
         lambda m, x, number=0.5: m.lin(x) * number,
+    ),
+    "a file": (
+        "forward opens <what>: calls of a graph would neither read nor write it",
+        lambda m, x: m.lin(x) * len(open(__file__).read()),  # noqa: SIM115
+        lambda m, x, number=0.5: m.lin(x) * number,
+    ),
+    "a variable of the environment": (
+        "forward sets os.environ[<name>]: calls of a graph would not",
+        lambda m, x: (os.environ.update(MEGAFX_OF_A_TEST="1"), m.lin(x))[1],
+        lambda m, x: (setattr(m, "limit", 3), m.lin(x))[1],
+    ),
+    "a stream that is written": (
+        "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
+        lambda m, x: (LINES.write("a line"), m.lin(x))[1],
+        lambda m, x: (m.seen.append("a line"), m.lin(x))[1],
     ),
     "data of another shape": (
         "forward assigns to `.data` of a tensor of",

@@ -351,3 +351,29 @@ def losses_are_scaled_and_accumulated(loop: Loop) -> None:
         (loss / 3).backward()
         loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+class Several(Classifier):
+    """Losses of torch whose decomposition is wrong, or that check their arguments."""
+
+    def forward(self, x: Tensor, labels: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        scores = super().forward(x)
+        of_labels = F.multilabel_margin_loss(scores, labels) + F.multilabel_margin_loss(scores[0], labels[0])
+        each = F.multilabel_margin_loss(scores, labels, reduction="none").square().sum()
+        of_each = F.gaussian_nll_loss(scores, target, scores[:, :1].exp()) + F.multi_margin_loss(
+            scores, labels[:, 1].abs()
+        )
+        return of_labels + each + of_each
+
+
+@situation("https://github.com/pytorch/pytorch/blob/main/torch/_decomp/decompositions.py", slow=(1,))
+def losses_that_torch_decomposes_wrongly(loop: Loop) -> None:
+    """Labels after the first -1 do not count."""
+    model = loop.model(Several())
+    labels = torch.tensor([[1, 2, -1, 0, 4], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [4, -1, -1, 2, 1]])
+    for _ in range(2):
+        loss = model(torch.randn(4, 7), labels, torch.randn(4, 5))
+        loss.backward()
+        loop.see(loss=loss)
+        labels = labels.flip(0)
+    loop.see_gradients(model)
