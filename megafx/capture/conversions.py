@@ -259,7 +259,7 @@ def imported_by_name(
         seen = known.get(name)
         if seen is None or seen[0] is not module:
             left_out = name.partition(".")[0] in libraries
-            has = []
+            has: list[tuple[str, str]] = []
             if not (
                 left_out or functions.keys().isdisjoint(map(id, [*vars(module).values()]))
             ):  # sooner than the next line

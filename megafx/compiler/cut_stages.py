@@ -117,7 +117,7 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
     kept = [i for i, spec in enumerate(program.outputs) if i in losses or spec.kind in ("mutation", "check")]
     program.outputs = [program.outputs[i] for i in kept]
     program.output_node().args = (tuple(results[i] for i in kept),)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     with alone():
         runner_of(planner, quiet=True).run(program, before(place_axes, passes_of(planner, "planning")))
     for node in program.graph.nodes:
@@ -160,7 +160,7 @@ def _of_a_rank(program: Program, planner: Planner) -> Program:
     with alone(), own_functional():
         place_axes(program, planner)
         cut_sequence(program, planner)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.graph.lint()
     program.phase = Phase.CAPTURED
     return program

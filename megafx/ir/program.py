@@ -283,6 +283,10 @@ class Program:
         """Take what a copy has, its graph included: the copy is of no use afterwards."""
         vars(self).update(vars(copy))
 
+    def erase_unused(self) -> None:
+        """Erase the calls whose values nothing reads, but those with an effect of their own."""
+        erase_unused(self.graph)
+
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
 
@@ -310,6 +314,16 @@ class Program:
         note = Note(topic, message, *((fqn_of(node), source_of(node)) if node is not None else ()))
         if note not in self.notes:
             self.notes.append(note)
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """As torch's `eliminate_dead_code`, which looks through all arguments first: the runner of passes does after each."""
+    if graph.find_nodes(op="get_attr"):  # bodies of loops
+        graph.eliminate_dead_code()
+        return
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 def fqn_of(node: fx.Node) -> str:

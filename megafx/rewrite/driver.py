@@ -76,7 +76,7 @@ def rewrite(
     run = _Run(program, Replacer(program, by, refuse), declines)
     run.sweep(sorted(patterns, key=lambda p: p.name))
     if run.done.counts:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     _report(program, run.done, by)
     return run.done
 

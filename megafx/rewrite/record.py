@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.ir.holders import own_functional
-from megafx.ir.program import VAL
+from megafx.ir.program import VAL, erase_unused
 
 
 def record(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.Graph:
@@ -29,7 +29,7 @@ def record(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.
     with own_functional(), enable_python_dispatcher(), recorder:
         result = function(*tensors)
     recorder.graph.output(recorder.nodes(result))
-    recorder.graph.eliminate_dead_code()
+    erase_unused(recorder.graph)
     return recorder.graph
 
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.ir.dump import dtype_text
 from megafx.ir.nodes import Draw, argument, draw_of, is_draw, mark, set_arguments
-from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
+from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, erase_unused, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter, is_size
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import PatternError, parameters
@@ -117,7 +117,7 @@ class Replacer:
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
         returned: Any = gm.graph.output_node().args[0]
         results = tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
-        gm.graph.eliminate_dead_code()
+        erase_unused(gm.graph)
         operands = dict(zip(placeholders, names, strict=False))
         seed_nodes = dict(zip(placeholders[len(names) :], given, strict=True))
         self._check(match, gm.graph)

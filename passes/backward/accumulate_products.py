@@ -46,7 +46,7 @@ def accumulate_products(program: Program, planner: Planner) -> int:
         node.replace_all_uses_with(total if shape is None else build(aten.view.default, total, shape))
         changes += 1
     if changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return changes
 
 

@@ -117,7 +117,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     _reroot_sizes(program)
     _free_of_strides(program)
     own_gradients(program, NAME)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     number_sizes(program.graph)
     _finish_meta(program)
     program.gm.recompile()

@@ -51,7 +51,7 @@ def gradients_in_fp32(program: Program, planner: Planner) -> int:
         changes += results[i] is not node or node in widen.changed
     if changes:
         output.args = (tuple(results),)
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return changes
 
 

@@ -45,7 +45,7 @@ def join_slice_gradients(program: Program, planner: Planner) -> int:
         if _is_sum(node, program.sizes) and not part:
             changes += _join(program, node)
     if changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return changes
 
 

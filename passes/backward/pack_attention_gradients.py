@@ -48,7 +48,7 @@ def pack_attention_gradients(program: Program, planner: Planner) -> int:
         node.replace_all_uses_with(packed)
         changes += 1
     if changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return changes
 
 

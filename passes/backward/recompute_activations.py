@@ -33,7 +33,7 @@ def recompute_activations(program: Program, planner: Planner) -> int:
     makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
     changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if str(node.target) in makers)
     if changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         program.graph.lint()
     return changes
 

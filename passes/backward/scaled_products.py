@@ -86,7 +86,7 @@ def scaled_products(program: Program, planner: Planner) -> int:
         scaler.rewrite_head(of_node[node], node)
     scaler.say()
     if scaler.changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         program.graph.lint()
     return scaler.changes
 

@@ -49,7 +49,7 @@ def store_activation_inputs(program: Program, planner: Planner) -> int:
             _restore(program, maxima, gradient, operands, made)
             count += len(operands)
     if count:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         program.graph.lint()
     return count
 

@@ -49,7 +49,7 @@ def add_pending(program: Program, planner: Planner) -> int:
         results[i] = _sum(program, node, last, output if fuses else None)
         results[i].meta[PHASE] = BACKWARD
     output.args = (tuple(results),)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     return len(gradients)
 
 

@@ -47,7 +47,7 @@ def coalesce_gradients(program: Program, planner: Planner) -> int:
                 results[i] = piece
             saved += len(indices) - 1
     output.args = (tuple(results),)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     return saved
 
 

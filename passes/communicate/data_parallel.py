@@ -62,7 +62,7 @@ def data_parallel(program: Program, planner: Planner) -> int:
     if planner.gradients in ("reduce", "add"):
         adder.reduce_gradients()
     program.batch = replace(adder.batch, reduced=True)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.graph.lint()
     return adder.count
 

@@ -49,7 +49,7 @@ def gather_casts(program: Program, planner: Planner) -> int:
     for gather in [n for n in program.graph.nodes if is_region_gather(n)]:
         count += _Gather(program, gather).move()
     if count:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         gather_what_is_read(program.graph)
         program.graph.lint()
     return count

@@ -68,7 +68,7 @@ def gather_parameters(program: Program, planner: Planner) -> int:
         for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
             if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
                 node.meta[RECOMPUTE] = True
-    program.graph.eliminate_dead_code()  # joins, and what they joined
+    program.erase_unused()  # joins, and what they joined
     program.graph.lint()
     return count
 

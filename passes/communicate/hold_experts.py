@@ -57,7 +57,7 @@ def hold_experts(program: Program, planner: Planner) -> int:
         if spec.kind == "gradient" and spec.name in names and isinstance(node, fx.Node):
             results[i] = _own(program, node, planner.data.experts, "P" if spec.name in gathered else "R")
     program.output_node().args = (tuple(results),)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.batch = replace(program.batch, experts=program.batch.experts | dict.fromkeys(sorted(held.values()), -1))
     return count + len(held)
 
@@ -76,7 +76,7 @@ def _hold_lists(program: Program, planner: Planner, owners: Mapping[str, int]) -
             if own == [j // int(cut.meta[VAL].shape[0]) for j in range(len(parts))]:
                 cut.replace_all_uses_with(Builder(program, cut, cut, NAME)(OWNER_STACK, parts, ranks, EXPERT_AXIS))
                 program.graph.erase_node(cut)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     for node, name in held.items():
         for user in node.users:
             if any(n.target is not OWNER_STACK for n in (user.users if is_transition(user) else [user])):
@@ -92,7 +92,7 @@ def _hold_lists(program: Program, planner: Planner, owners: Mapping[str, int]) -
             build = Builder(program, node.next, node, NAME)
             results[i] = build(OWNER_PARAMETER_GRADIENT, node, owners[spec.name], EXPERT_AXIS, ranks)
     program.output_node().args = (tuple(results),)
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.batch = replace(
         program.batch, experts=program.batch.experts | {name: owners[name] for name in held.values()}
     )

@@ -76,7 +76,7 @@ class _Batches:
             self.made[node] = self._again(node)
         for node in moved:
             self._leave(node, [user for user in node.users if user not in between])
-        self.program.graph.eliminate_dead_code()
+        self.program.erase_unused()
         if self.products:
             self._say()
         return len(self.products)

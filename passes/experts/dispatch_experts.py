@@ -80,7 +80,7 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
             fix="set expert_model_parallel_size to 1; transformers' mixtures are computed so with "
             "`experts_implementation='grouped_mm'` in their config",
         )
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     for node in program.graph.find_nodes(op="call_function", target=GROUPED):
         if not is_transition(behind(node.args[1], _VIEWED), EXPERT_AXIS):
             what = "a grouped product is not shared out, so each rank holds and computes all of its experts"
@@ -204,7 +204,7 @@ class _Mixture:
             self.made[node] = self._again(node)
         for node in self.moved:
             self._leave(node)
-        self.program.graph.eliminate_dead_code()
+        self.program.erase_unused()
         size, sent = self.program.sizes, sum(exchanged_bytes(self.program, n, ranks) for n in self.arrived.values())
         of = size.workload(size.of(self.places.meta[VAL].shape[0]))
         leave = round(of * (1 - (1 - 1 / ranks) ** choices) * (ranks - 1))

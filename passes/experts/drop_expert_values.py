@@ -60,7 +60,7 @@ def drop_expert_values(program: Program, planner: Planner) -> int:
         emitter = SizeEmitter(program.graph, program.sizes)
         for node in used:
             _give(node, _zeros(program, node, [emitter(program.sizes.of(n)) for n in node.meta[VAL].shape]))
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     for node in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER):
         raise fail(node, f"rank {node.args[1]} holds it, and another computes with it")
     return len(found) + len(stacks)

@@ -69,7 +69,7 @@ def group_by_expert(program: Program, planner: Planner) -> int:
             mixture.write()
             count += 1
     if count:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return count
 
 

@@ -87,7 +87,7 @@ class _Owning:
             self._leave(node, key)
         for parameter, whole in held.items():
             self._leave(whole, self.key_of[parameter])
-        self.program.graph.eliminate_dead_code()
+        self.program.erase_unused()
         self.program.graph.lint()
 
     def _emit(self, target: Any, value: fx.Node, key: str, before: fx.Node, origin: fx.Node) -> fx.Node:

@@ -57,7 +57,7 @@ def stack_lists(program: Program, planner: Planner) -> int:
             program.note("experts", what, y)
             continue
         count += 1
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     return count
 
 

@@ -47,7 +47,7 @@ def describe_masks(program: Program, planner: Planner) -> int:
         if rewrite[1](program, planner, reader, node):
             program.fusions.append(Fusion("mask_by_position", fqn_of(node), source_of(node), BY))
             count += 1
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.assumed |= {name: program.table(name) for name in reader.used}
     return count
 

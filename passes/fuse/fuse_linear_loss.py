@@ -78,7 +78,7 @@ def fuse_linear_loss(program: Program, planner: Planner) -> int:
         except Refused as refused:
             program.note("fuse", f"{FUSION} does not match: {refused}", node)
     if count:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         if current().level >= 2:
             say(f"megafx {NAME}: {FUSION} matches {count}")
     return count

@@ -58,7 +58,7 @@ def group_experts(program: Program, planner: Planner) -> int:
     changes, before = 0, len(program.notes)
     for chain in chains(program.graph):
         changes += _Grouping(program, planner, chain).run()
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     known = row_sources(program.graph)
     left = [
         n

@@ -49,7 +49,7 @@ def merge_linears(program: Program, planner: Planner) -> int:
         merger.consider(group, gated)
     merger.say()
     if merger.changes:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
     return merger.changes
 
 

@@ -42,7 +42,7 @@ def share_logsumexp(program: Program, planner: Planner) -> int:
             sums = [s for s in sums if s not in alike]
             count += len(alike)
     if count:
-        program.graph.eliminate_dead_code()
+        program.erase_unused()
         if current().level >= 2:
             say(f"megafx {NAME}: {FUSION} matches {count}")
     return count

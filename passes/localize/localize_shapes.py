@@ -64,7 +64,7 @@ def localize_shapes(program: Program, planner: Planner) -> int:
             _localize(local, node, plan.ops[node.name])
         value = node.meta[VAL]
         changed += isinstance(value, torch.Tensor) and program.sizes.shape(value) != before
-    program.graph.eliminate_dead_code()
+    program.erase_unused()
     program.phase = Phase.LOCAL
     return changed
 

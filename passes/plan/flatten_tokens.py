@@ -85,7 +85,7 @@ class _Flattener:
             if node in regions:
                 self._read_elsewhere(node, regions)
                 graph.erase_node(node)
-        graph.eliminate_dead_code()
+        self.program.erase_unused()
         return len(regions)
 
     # -- which values

@@ -215,7 +215,7 @@ class Typer:
             node.meta.pop(PLACEMENT, None)
             if isinstance(fact := self.facts.get(node), Placement):
                 node.meta[HELD] = {**node.meta.get(HELD, {}), self.policy.axis: fact}
-        self.program.graph.eliminate_dead_code()
+        self.program.erase_unused()
         parts = {inputs[n].name: fact for n, fact in self.facts.items() if n in inputs and fact != R}
         self.program.batch = Batch(self.ranks, parts, tuple(kinds), any(losses), self.equal_batches)
         return self.changes
