@@ -22,7 +22,7 @@ def find_reached(program: Program) -> Reached | None:
 
     A gradient ends at detach, and at values that are no floating numbers.
     """
-    outputs, results = differentiable_outputs(program), program.results()
+    outputs, results = differentiable_outputs(program, given_back=True), program.results()
     eager = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.eager_call.default)
     bits: dict[Source, int] = {}
     found: dict[Any, int] = {}

@@ -222,8 +222,8 @@ class Writes:
                     source=line,
                     fix="take id(tensor) as the key",
                 )
-            if any(isinstance(key, torch.SymInt) for key in held):  # a size: this graph's is fixed
-                held = {int(k) if isinstance(k, torch.SymInt) else k: v for k, v in held.items()}
+            if any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([*held])):
+                held = {_with_fixed_sizes(key): item for key, item in held.items()}
                 put_items(value, held)
             for key in {**old, **held}:
                 at = Place(None, key, f"{place.name}[{key!r}]", line, place)
@@ -429,10 +429,14 @@ def _instance(value: Any) -> Any:
     return value
 
 
+def _with_fixed_sizes(tree: Any) -> Any:
+    """Sizes, also in tuples, as the numbers that they are in this graph alone: it was asked for their hash."""
+    return pytree.tree_map_only(torch.SymInt, int, tree)
+
+
 def _members(value: set[Any] | frozenset[Any]) -> frozenset[Any] | None:
     """Those of a set as a graph leaves them behind: plain values, and tuples of them; None where there are others."""
-    leaves, spec = pytree.tree_flatten([*value])
-    leaves = [int(leaf) if isinstance(leaf, torch.SymInt) else leaf for leaf in leaves]  # this graph's sizes are fixed
+    leaves, spec = pytree.tree_flatten(_with_fixed_sizes([*value]))
     if not all(isinstance(leaf, (*PLAIN, Enum)) for leaf in leaves):
         return None
     return frozenset(pytree.tree_unflatten(leaves, spec))

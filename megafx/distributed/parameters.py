@@ -39,6 +39,12 @@ class Slot:
     def get(self) -> nn.Parameter | None:
         return self.module._parameters[self.key]
 
+    def put(self, parameter: Any) -> None:
+        """Set it, also to a tensor that is no Parameter."""
+        self.module._parameters[self.key] = parameter
+        if isinstance(self.module, nn.RNNBase):  # it computes with a list of its own
+            self.module._flat_weights = [getattr(self.module, n, None) for n in self.module._flat_weights_names]
+
 
 def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
     """(FQN, slot) of every parameter, each alias of a tied one included."""
@@ -46,6 +52,14 @@ def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
         for key, param in module._parameters.items():
             if param is not None:
                 yield (f"{prefix}.{key}" if prefix else key), Slot(module, key)
+
+
+def aliases(slots: Iterable[Slot], every: Iterable[Slot]) -> list[list[Slot]]:
+    """Those of `every` that hold the parameter of each slot."""
+    found: dict[int, list[Slot]] = {}
+    for slot in every:
+        found.setdefault(id(slot.get()), []).append(slot)
+    return [found[id(slot.get())] for slot in slots]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -511,9 +511,12 @@ def differentiable_nodes(program: Program, wants_grad: Callable[[Input], bool] |
     return found
 
 
-def differentiable_outputs(program: Program) -> list[int]:
-    """Indices of user outputs that require a gradient in eager mode. (An input that is returned is the user's own tensor.)"""
-    made = [isinstance(x, fx.Node) and x.op != "placeholder" and is_floating(x) for x in program.results()]
+def differentiable_outputs(program: Program, given_back: bool = False) -> list[int]:
+    """Indices of user outputs that require a gradient in eager mode. given_back: with inputs that are returned: each is the
+    user's own tensor, unless a transition gathers it."""
+    made = [
+        isinstance(x, fx.Node) and (given_back or x.op != "placeholder") and is_floating(x) for x in program.results()
+    ]
     return [i for i, o in enumerate(program.outputs) if made[i] and o.kind == "user" and o.requires_grad]
 
 

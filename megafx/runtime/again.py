@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from megafx.capture.libraries.huggingface import caches_left_out
+from megafx.distributed.parameters import Slot
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec, in_autocast, user_name
 from megafx.ir.program import Input, Program
@@ -23,6 +25,7 @@ class Written(Protocol):
     """A graph (BoundGraph)."""
 
     inputs: list[Input]
+    places: list[list[Slot]]  # of each parameter that it reads
     changed: list[int]  # positions of the inputs that a call writes into
     written: set[int]  # of the arguments among them
     read: list[int]  # those that it only reads
@@ -38,9 +41,12 @@ class Again:
     outputs beside the loss have no gradients yet.
     """
 
-    def __init__(self, graph: Written, inputs: list[Any], given: Mapping[int, torch.Tensor], seed: bool) -> None:
-        """given: position of an input -> the user's own tensor. seed: random numbers are to be drawn as before."""
-        self.graph, self.values = graph, dict[tuple[str, str], Any]()
+    def __init__(
+        self, graph: Written, inputs: list[Any], given: Mapping[int, torch.Tensor], parameters: list[Any], seed: bool
+    ) -> None:
+        """given: position of an input -> the user's own tensor. parameters: at the graph's `places`. seed: random numbers are
+        to be drawn as before."""
+        self.graph, self.held, self.values = graph, parameters, dict[tuple[str, str], Any]()
         changed = [graph.inputs[i] for i in graph.changed]
         olds = [given[i] if i in graph.written else inputs[i] for i in graph.changed]
         self.complete = seed or sum(x.numel() * x.element_size() for x in olds) <= KEPT_BYTES
@@ -58,6 +64,19 @@ class Again:
         """For messages: what is not copied."""
         names = [f"'{self.graph.inputs[i].name}'" for i in self.graph.changed]
         return f"more than {bytes_text(KEPT_BYTES)}: {', '.join(names[:3])}"
+
+    @contextlib.contextmanager
+    def parameters(self) -> Iterator[None]:
+        """Within, parameters replaced since the call (by torch.func.functional_call, `m.weight = ...`) are the call's."""
+        pairs = [(slot, p) for slots, p in zip(self.graph.places, self.held, strict=True) for slot in slots]
+        replaced = [(slot, now, p) for slot, p in pairs if (now := slot.module._parameters.get(slot.key)) is not p]
+        for slot, _, p in replaced:
+            slot.put(p)
+        try:
+            yield
+        finally:
+            for slot, now, _ in replaced:
+                slot.put(now)
 
     def check(self, what: str, fix: str) -> None:
         """Raise where the call can no longer be computed as it was. what: is computed by it."""

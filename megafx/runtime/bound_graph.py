@@ -26,7 +26,7 @@ from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.parameters import Slot, shard_like
+from megafx.distributed.parameters import Slot, aliases, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import shard_of, spec_of
 from megafx.errors import LostRankError, UsageError
@@ -137,6 +137,7 @@ class BoundGraph:
         kinds = ("param", "user", "buffer")
         self.read = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
+        self.places = aliases(self.slots, slots.values())
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
@@ -233,7 +234,7 @@ class BoundGraph:
 
     def run(self, call: Call) -> Any:
         call = replace(call, state=self.state_inputs())
-        inputs, user = self._inputs(call)
+        inputs, user, parameters = self._inputs(call)
         compiled, step = self.compiled, None
         written = written_arguments(compiled.spec.written, call, self.inputs, inputs)
         if compiled.wrt and torch.is_grad_enabled():
@@ -247,7 +248,7 @@ class BoundGraph:
                 if (given := wrt[k]) is not None and not given.is_leaf:
                     only_with_gradients(given)
             step = _Step(self, inputs, call)
-            step.again = Again(self, inputs, user, bool(compiled.beside))
+            step.again = Again(self, inputs, user, parameters, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
                 step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
                 step.run.anchor, step.run.own = _Anchor.apply(step, *wrt), frozenset(map(id, wrt))
@@ -302,19 +303,22 @@ class BoundGraph:
 
     def _inputs(
         self, call: Call, again: Mapping[tuple[str, str], Any] = MappingProxyType({})
-    ) -> tuple[list[Any], dict[int, torch.Tensor]]:
-        """(local tensors in placeholder order, position -> the user's own tensor). again: (kind, name) -> what it was."""
+    ) -> tuple[list[Any], dict[int, torch.Tensor], list[Any]]:
+        """(local tensors in placeholder order, position -> the user's own tensor, the parameters of `slots`). again: (kind,
+        name) -> what it was."""
         state = self.state
         if names := self.executable.gathered_names:
             self.executable.gathered.look({n: p for n in names if (p := state.slots[n].get()) is not None})
         given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs, call.state))
         slots = iter(self.slots)
         inputs: list[Any] = []
+        parameters: list[Any] = []
         user: dict[int, torch.Tensor] = {}
         for spec in self.inputs:
             if spec.kind == "param":
                 slot = next(slots)
                 param = slot.module._parameters[slot.key]
+                parameters.append(param)
                 stored = param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
                 stored = again.get((spec.kind, spec.name), stored)
                 inputs.append(stored.clone() if len(inputs) in self.copied else stored)
@@ -333,7 +337,7 @@ class BoundGraph:
                 inputs.append(self.compiled.program.constants[spec.name])
             else:
                 inputs.append(state.seed(one_mask=self.one_mask))
-        return inputs, user
+        return inputs, user, parameters
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
         """Write buffers and (whole) parameters back that forward changes; make lazy tensors and DTensors of such outputs."""
@@ -417,7 +421,8 @@ class BoundGraph:
 
     def recompute(self, again: Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
         """`backward` of a call that another form of this graph has run. tangents: of outputs, as autograd gives them."""
-        inputs, _ = self._inputs(call, again.values)
+        with again.parameters():
+            inputs, *_ = self._inputs(call, again.values)
         run = replace(self.running(), writes=False)
         with running(run) if self.tapes else contextlib.nullcontext():
             outputs, kept = self.executable.forward(inputs)
@@ -492,7 +497,8 @@ class BoundGraph:
         made = EagerCall(
             state.model, state.slots, eager, call, self.compiled.spec, again.values, again.counters, wrt, users, where
         )
-        return made.gradients(self.connected, tangents, hooked, of)
+        with again.parameters():
+            return made.gradients(self.connected, tangents, hooked, of)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""

@@ -126,11 +126,11 @@ class EagerCall:
                 aliases[id(p)] = _alias(p, id(p) in wrt)
         try:
             for slot, p in slots:
-                _put(slot, aliases[id(p)])
+                slot.put(aliases[id(p)])
             yield aliases
         finally:
             for slot, p in slots:
-                _put(slot, p)
+                slot.put(p)
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[None]:
@@ -178,12 +178,6 @@ def _state(state: PythonState, inputs: Mapping[str, Any], counters: Sequence[tup
             held.extend(items)
         for place, value in reversed(before):
             place.set(value)
-
-
-def _put(slot: Slot, parameter: Any) -> None:
-    slot.module._parameters[slot.key] = parameter
-    if isinstance(slot.module, nn.RNNBase):  # it computes with a list of its own
-        slot.module._flat_weights = [getattr(slot.module, name, None) for name in slot.module._flat_weights_names]
 
 
 def _alias(x: Tensor, wanted: bool) -> Tensor:

@@ -246,3 +246,30 @@ def regions_of_the_old_checkpointing_whose_inputs_need_no_gradient(loop: Loop) -
         loss.backward()
         loop.see(loss=loss, without=[n for n, p in model.named_parameters() if p.grad is None])
         loop.see_gradients(model)
+
+
+class Returning(nn.Module):
+    """Results of two linears, and parameters of theirs for terms of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor | None = None) -> tuple[Tensor, ...]:
+        if x is None:
+            return (self.a.weight,)
+        return self.a(x), self.b(x), self.a.weight, self.b.bias
+
+
+@situation(UNUSED)
+def a_loss_of_returned_parameters_alone(loop: Loop) -> None:
+    """A rank holds a part of each, and the graph gathers it: its gradient is there, and no other."""
+    model = loop.model(Returning())
+    for chosen in ((0,), (1,), (2,), (2, 3), (1, 2)):
+        results = model(torch.randn(2, 3, 8))
+        model.zero_grad()
+        torch.stack([results[i].square().sum() for i in chosen]).sum().backward()
+        loop.see_gradients(model)
+    model.zero_grad()
+    model()[0].square().sum().backward()
+    loop.see_gradients(model)

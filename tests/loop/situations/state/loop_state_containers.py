@@ -6,7 +6,7 @@ import array
 import collections
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -107,6 +107,39 @@ def dicts_with_defaults_get_no_keys_from_a_capture(loop: Loop) -> None:
             model = loop.model(Keeps(container, use))
             _train(loop, model)
             loop.see(held=[*model.container.items()])
+
+
+class Key(NamedTuple):
+    length: int
+    dtype: torch.dtype
+
+
+class Tables(nn.Module):
+    """Masks and counts by sizes within tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.masks, self.calls = nn.Linear(8, 8), dict[Any, Tensor](), dict[Any, int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, key, nested = x.shape[:2], Key(x.shape[1], x.dtype), (x.shape[0], (x.shape[1], "first"))
+        if key not in self.masks:
+            self.masks[key] = torch.full((x.shape[1], x.shape[1]), -1.0, dtype=x.dtype).triu(1)
+        if nested not in self.masks:
+            self.masks[nested] = x.detach().sum()
+        self.calls[shape] = self.calls.get(shape, 0) + 1
+        scores = x @ x.transpose(1, 2) + self.masks[key]
+        return self.up(scores.softmax(-1) @ x) * self.masks[nested] * self.calls[shape]
+
+
+@situation("https://github.com/pytorch/pytorch/issues/112090")
+def tables_are_kept_by_sizes_in_tuples(loop: Loop) -> None:
+    model = loop.model(Tables())
+    for length in (4, 5, 4, 1, 5):
+        loss = model(torch.randn(2, length, 8)).square().mean()
+        loss.backward()
+        loop.see(loss=loss, calls={str(tuple(k)): n for k, n in model.calls.items()}, masks=[*model.masks.values()])
+    loop.see_gradients(model)
 
 
 @situation(HISTORY, slow=(2,))

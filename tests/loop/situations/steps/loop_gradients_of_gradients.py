@@ -229,3 +229,47 @@ def anomalies_are_looked_for(loop: Loop) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         model(torch.randn(5, 8)).square().mean().backward()
     loop.see_gradients(model)
+
+
+class Tied(nn.Module):
+    """A loss and logits of tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.up(self.embedding(tokens))))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+@situation("https://github.com/pytorch/pytorch/issues/96655")
+def weights_are_adapted_by_differentiable_steps(loop: Loop) -> None:
+    """MAML: the second step, and the meta loss, are of weights that are no parameters any more once the call is over."""
+    model = loop.model(Tied())
+    for _ in range(2):
+        weights = dict(model.named_parameters())
+        for _ in range(2):
+            loss = torch.func.functional_call(model, weights, (torch.randint(0, 12, (2, 5)),))["loss"]
+            found = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            loop.see(loss=loss, found=[g.norm() for g in found])
+            weights = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), found, strict=True)}
+        result = torch.func.functional_call(model, weights, (torch.randint(0, 12, (2, 5)),))
+        model.zero_grad()
+        (result["loss"] + 0.1 * result["logits"].square().mean()).backward()
+        loop.see(result=result)
+        loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/96655")
+def a_weight_is_replaced_before_backward(loop: Loop) -> None:
+    """Of a loss and of logits, whose gradient is computed by one call more: of the weight that the call had."""
+    model = loop.model(Tied())
+    for _ in range(3):
+        result, before = model(torch.randint(0, 12, (2, 5))), model.up.weight
+        model.up.weight = nn.Parameter(before.detach() * 2)
+        model.zero_grad()
+        (result["loss"] + 0.1 * result["logits"].square().mean()).backward()
+        loop.see(result=result, before=before.grad)
+        loop.see_gradients(model)
