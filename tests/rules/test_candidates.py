@@ -231,18 +231,18 @@ def deep(layers: int) -> tuple[list[fx.Node], dict[fx.Node, OpRule], float]:
         y = op("mul.Tensor", op("silu.default", op("linear.default", y, gate)), op("linear.default", y, up))
         residual = op("add.Tensor", residual, op("linear.default", y, down))
     sizes = Sizes()
-    start = time.perf_counter()
+    start = time.process_time()
     rules = {node: rule_of(node, sizes, active) for node in graph.nodes if node.op == "call_function"}
     return params, rules, start
 
 
-def test_126_layers_in_about_two_seconds():
-    """Measured 0.9 s on one idle core of this machine; the bound leaves room for eight busy neighbours."""
+def test_126_layers_take_seconds():
+    """CPU seconds: 0.9 on an idle core; the bound leaves room for a slow or busy host."""
     params, rules, start = deep(126)
     sizes = Sizes()
     found = find_candidates(rules, params, sizes, 8)
     rows = {n: strategies(r, found, 8) for n, r in rules.items()}
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert len(rules) > 5000 and not [r for r in rules.values() if r.kind == "none"]
     assert seconds < 10, f"{seconds:.1f} s"
     assert max(map(len, rows.values())) <= 20
