@@ -194,6 +194,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Failures are named as they happen: a run that ends at a time limit prints no summary."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):  # not in a worker of xdist
+        config.pluginmanager.register(_Failures(reporter))
+
+
+class _Failures:
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.reporter.write_line(f"\n{report.when} of {report.nodeid} failed")
+
+
 @pytest.fixture(autouse=True)
 def _one_call_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`megafx.verify` makes one call in tests that are not marked `repeated_calls`: they look at sharding, and at a third of

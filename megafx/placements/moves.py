@@ -146,12 +146,12 @@ def _blocks_by_rank(x: Any, dim: int, cut: Cut, t: int, ops: Ops) -> list[Any]:
             block = ops.call(aten.cat.default, [block, zeros], at)
         if cut.head_tail:
             half = local // 2
-            block = ops.view(block, [*pre, 2 * t, half, *post])
-            head, tail = _slice(ops, block, at, 0, t), _slice(ops, block, at, t, t)
-            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [at])], at + 1)
+            block = _permute(ops, ops.view(block, [*pre, 2 * t, half, *post]), at, 0)
+            head, tail = _slice(ops, block, 0, 0, t), _slice(ops, block, 0, t, t)
+            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [0])], at + 1)
         else:
-            block = ops.view(block, [*pre, t, local, *post])
-        found.append(_permute(ops, block, at, 0))
+            block = _permute(ops, ops.view(block, [*pre, t, local, *post]), at, 0)
+        found.append(block)
         start = start + whole
     return found
 
@@ -189,11 +189,13 @@ def from_stacked(stacked: Any, dim: int, layout: Sequence[Size], t: int, ops: Op
     start: Size = 0
     for whole, local, padded in cut.blocks:
         block = stacked if len(cut.blocks) == 1 else _slice(ops, stacked, at + 1, start, local)
-        block = ops.contiguous(_permute(ops, block, 0, at))
+        block = _permute(ops, block, 0, at)
         if cut.head_tail:
             half = local // 2
             head, tail = _slice(ops, block, at + 1, 0, half), _slice(ops, block, at + 1, half, half)
             block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [at])], at)
+        else:
+            block = ops.contiguous(block)
         block = ops.view(block, [*pre, t * local, *post])
         blocks.append(_slice(ops, block, at, 0, whole) if padded else block)
         start = start + local
