@@ -10,6 +10,7 @@ sizes (`u0 + u1 == batch`), which hints have to meet. As with every size, what i
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import random
 import sys
@@ -35,7 +36,9 @@ _FUNCTIONS = {
     "Mod": operator.mod,
     "PythonMod": operator.mod,
 }
-_FUNCTIONS |= {"Min": min, "Max": max}
+_FUNCTIONS |= {"Min": min, "Max": max, "PowByNatural": pow, "FloatPow": pow, "ToFloat": float}
+_FUNCTIONS |= {"FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv, "RoundToInt": round}
+_FUNCTIONS |= {"CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc}
 
 
 LARGEST = 2**48  # of sizes that data decides

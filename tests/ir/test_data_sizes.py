@@ -7,6 +7,7 @@ from collections.abc import Callable
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, ToFloat
 
 from megafx.ir.data_sizes import DataShapeEnv, hints_that_meet
 
@@ -19,6 +20,8 @@ def test_hints_meet_all_relations() -> None:
     grids = hints_that_meet([sympy.Eq(a * b + c, 24)], {})
     assert grids[a] * grids[b] + grids[c] == 24
     assert hints_that_meet([sympy.Eq(2 * a, 7)], {}) == {}
+    steps = hints_that_meet([sympy.Le(6, CeilToInt(FloatTrueDiv(ToFloat(a), sympy.Float(0.5)))), sympy.Le(a, 9)], {})
+    assert 3 <= steps[a] <= 9  # torch.arange(0, float(n), 0.5)
 
 
 def _named(relation: Callable[..., sympy.Basic]) -> tuple[DataShapeEnv, list[sympy.Symbol]]:
