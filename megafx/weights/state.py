@@ -23,6 +23,7 @@ from megafx.distributed.failures import meet, stopping_with_others
 from megafx.distributed.parameters import as_parameter, parameter_slots, runtime_of
 from megafx.distributed.saved_shards import is_saved, taken
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
+from megafx.errors import UsageError
 from megafx.placements.slices import ShardSlice
 from megafx.progress import stage
 
@@ -161,6 +162,24 @@ def _meet(what: str, model: nn.Module) -> None:
     """Ranks that gather alone would wait for others forever: they raise LostRankError."""
     runtime = runtime_of(model)
     meet(what, None if runtime is None else runtime.group)
+
+
+def refuse_assignment(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise UsageError where `load_state_dict(state, assign=True)` would do more to one process's model than change values."""
+    for stored in all_tensors(model):
+        given = {n: v for n in stored.names if isinstance(v := state.get(n), torch.Tensor)}
+        other = next((n for n, v in given.items() if v.dtype != stored.tensor.dtype), None)
+        if given and len(stored.names) > 1:
+            found = f"would part {' and '.join(map(repr, stored.names))}, which are one tensor"
+            fix = "the values alone are loaded by load_state_dict(state): what is tied stays tied. Untie it before parallelize"
+        elif other is not None:
+            found = f"would make '{other}' a tensor of {given[other].dtype}; it has {stored.tensor.dtype}"
+            fix = (
+                "load_state_dict(state) rounds the values; for the other dtype call model.to(dtype) before parallelize"
+            )
+        else:
+            continue
+        raise UsageError(f"load_state_dict(assign=True) {found}, and shards stay where they are", fix=fix)
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "load_state_dict(assign=True) <found>, and shards": "dist/on_ranks/weights.py",
     "forward calls requires_grad_(<wanted>) of an argum": "loop/situations/forward/loop_asked.py",
     "forward writes <how> into parameter '<name>', which": "loop/situations/forward/loop_asked.py",
     "a loss depends on a value that a hook, or a module": "loop/situations/hooks/loop_hooks_that_store.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from collections.abc import Iterator
@@ -209,3 +210,38 @@ for case in ("gpt2", "llama", "t5", "neox", "nanogpt"):
     check(2, 3, slow=(3,) if case == "llama" else True, name=f"weights_of_{case}")(
         partial(from_files_and_from_its_constructor, case)
     )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(ids)))).square().mean()
+
+
+@check(2, seed=0)
+def assigned_states_are_refused_where_more_than_values_change() -> None:
+    """With `assign=True` one process gets two parameters of a tied one, and the dtypes of the state."""
+    plain, other, ids = Tied().double(), Tied().double(), torch.arange(10).view(2, 5)
+    model = megafx.parallelize(copy.deepcopy(plain), megafx.Config())
+    model(ids).backward()
+    state = {"embed.weight": other.embed.weight.detach(), "head.weight": other.head.weight.detach()}
+    for part in (state, {"head.weight": state["head.weight"]}):
+        with pytest.raises(UsageError, match="would part 'embed.weight' and 'head.weight'"):
+            model.load_state_dict(part, strict=False, assign=True)
+    with pytest.raises(UsageError, match="would make 'mix.bias' a tensor of torch.float32; it has torch.float64"):
+        model.load_state_dict({"mix.bias": torch.ones(6)}, strict=False, assign=True)
+    assert all(torch.equal(value, plain.state_dict()[n]) for n, value in megafx.full_state_dict(model).items())
+
+    mixed = {n: value.detach() for n, value in other.state_dict().items() if "mix" in n}
+    for each, options in ((model, {"assign": True}), (plain, {})):
+        each.load_state_dict(mixed, strict=False, **options)
+        each.load_state_dict(state, strict=False)  # the way out
+        each.zero_grad()
+        each(ids).backward()
+    assert model.head.weight is model.embed.weight
+    for name, gradient in megafx.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
