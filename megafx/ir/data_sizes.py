@@ -30,7 +30,7 @@ from megafx.meanwhile import meanwhile
 
 FIRST_HINT = 127
 _ATTEMPTS, _GREATEST_HINT = 200, 130  # of a search for hints
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "FloorDiv": operator.floordiv,
     "CleanDiv": operator.floordiv,
     "Mod": operator.mod,
