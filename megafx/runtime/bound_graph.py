@@ -26,9 +26,9 @@ from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.parameters import Slot, aliases, shard_like
-from megafx.distributed.tensor import TPTensor, wrap
-from megafx.distributed.tensor_layout import shard_of, spec_of
+from megafx.distributed.parameters import Slot, aliases
+from megafx.distributed.tensor import TPTensor
+from megafx.distributed.tensor_layout import shard_of
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
@@ -46,6 +46,7 @@ from megafx.runtime.hooks_on_outputs import Arrived, Waiting, above_others, call
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
+from megafx.runtime.shard_gradients import as_shard, layout_of, local_part
 from megafx.runtime.written_arguments import written_arguments
 
 
@@ -433,7 +434,7 @@ class BoundGraph:
 
     def local_tangents(self, tangents: Sequence[Any], layouts: Sequence[TPTensor | None]) -> list[Any]:
         """The gradients of the differentiated outputs as the graph wants them."""
-        found = [_local_tangent(x, o) for x, o in zip(tangents, layouts, strict=True)]
+        found = [local_part(x, o) for x, o in zip(tangents, layouts, strict=True)]
         if self.parts_of_mean > 1:
             found = [None if x is None else x / self.parts_of_mean for x in found]
         return found
@@ -557,14 +558,14 @@ class _Step:
         self.layouts = [o if isinstance(o, TPTensor) else None for o in results]
         return results
 
-    def backward(self, tangents: Sequence[Any], edges: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
-        """Gradients of `wrt`. edges: where autograd sends each; specs: of those that are DTensors."""
+    def backward(self, tangents: Sequence[Any], edges: Sequence[Any], layouts: Sequence[Any]) -> list[Any]:
+        """Gradients of `wrt`. edges: where autograd sends each; layouts: of those that are shards."""
         graph = self.graph
         tangents = self.arrived.tangents(graph.connected, tangents, edges)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         if all(x is None for x in tangents) and not graph.tapes:  # by way of what makes nothing of it
-            return [None] * len(specs)
+            return [None] * len(layouts)
         own = len(graph.compiled.differentiated)
         beside = any(x is not None for x in tangents[own:]) and not in_eager
         given = {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
@@ -614,8 +615,7 @@ class _Step:
         check_all_taken(self.run.returned)
         if not retain:
             self.free()
-        of = zip(gradients, specs, strict=True)
-        return [g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in of]
+        return [as_shard(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
 
     def free(self) -> None:
         """Give up what backward needs."""
@@ -631,7 +631,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
         results = step.forward(wrt)
         ctx.step = step
-        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.layouts = [layout_of(w) for w in wrt]
         ctx.set_materialize_grads(False)
         return results
 
@@ -663,7 +663,7 @@ class _Anchor(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> torch.Tensor:
         # What code keeps hangs on this function, and tapes, which the step owns, are made of it.
         ctx.step = weakref.ref(step)
-        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.layouts = [layout_of(w) for w in wrt]
         ctx.set_materialize_grads(False)
         return torch.empty(())
 
@@ -682,19 +682,9 @@ class _Anchor(torch.autograd.Function):
 def _backward(ctx: Any, step: _Step, tangents: Sequence[Any]) -> list[Any]:
     """The gradients that a node returns, one for each of `wrt`."""
     edges = [edge for edge, _ in ctx.next_functions]
-    gradients = step.backward(tangents, edges, ctx.specs)
+    gradients = step.backward(tangents, edges, ctx.layouts)
     every = torch.is_grad_enabled() or all(x is None for x in tangents)
     before_autograd_comes(
         edges[i] for i in (range(len(edges)) if every else step.graph.conditional) if gradients[i] is None
     )
     return gradients
-
-
-def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:
-    """The gradient of an output as the graph wants it: this rank's shard where the output was a DTensor."""
-    if output is None or tangent is None:
-        return tangent
-    if isinstance(tangent, DTensor) and tangent._spec.placements == output._spec.placements:
-        return tangent._local_tensor
-    whole = tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
-    return shard_like(whole, output)._local_tensor

@@ -132,7 +132,7 @@ def _squeezed(x: CacheShard, args: Any) -> int:
     return x.placement.dim - (x.shape[dim] == 1 and dim < x.placement.dim)
 
 
-def _copied(x: CacheShard, args: Any) -> bool:
+def _both(x: CacheShard, args: Any) -> bool:
     return all(isinstance(a, CacheShard) for a in args[:2])
 
 
@@ -152,6 +152,7 @@ _LOCAL: dict[Any, Callable[[CacheShard, Any], bool]] = {
     aten.cat: _all_shards,
     aten.stack: _rows,
     aten.squeeze: _one_dim,
-    aten.copy_: _copied,
+    aten.copy_: _both,
+    aten.add: _both,  # gradients of a cache that two calls read
     **dict.fromkeys((aten.clone, aten.detach, aten.alias, aten._to_copy, aten.zero_, aten.zeros_like), _always),
 }

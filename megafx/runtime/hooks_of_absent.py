@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megafx.distributed.tensor_whole import GradientForm
+from megafx.runtime.hooks_on_outputs import Waiting
 
 
 @dataclass(eq=False)
@@ -49,6 +50,8 @@ class _IfArrived:
 def only_with_gradients(tensor: torch.Tensor) -> None:
     """Let the hooks on a tensor run only in a backward that has a gradient of it."""
     hooks: Any = tensor._backward_hooks or {}
+    if isinstance(hooks, Waiting):  # megafx calls these itself, with gradients
+        return
     for key, hook in hooks.items():
         if not isinstance(hook, (GradientForm, _IfGiven, _Arrival)):
             hooks[key] = _IfGiven(hook)

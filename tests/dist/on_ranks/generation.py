@@ -175,6 +175,28 @@ def tokens_of_shared_heads(heads: int, groups: int, hidden: int) -> None:
     torch.testing.assert_close(mine.full_tensor() if isinstance(mine, CacheShard) else mine, its)
 
 
+@check(2, 3, seed=0, slow=(3,))
+def gradients_go_through_caches() -> None:
+    """A call with what the one before has left in the cache, then one more: gradients reach the first. Ranks share the heads
+    out unevenly."""
+    heads = 3 if dist.get_world_size() == 2 else 4
+    config = transformers.GPT2Config(
+        n_embd=24, n_head=heads, n_layer=2, vocab_size=31, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    plain = transformers.GPT2LMHeadModel(config).double()
+    model = megafx.parallelize(copy.deepcopy(plain))
+    first, second, third = (torch.randint(31, (2, n)) for n in (3, 4, 4))
+    for m in (plain, model):
+        cache = m(first, use_cache=True).past_key_values
+        other = copy.copy(cache)
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        losses = [m(x, past_key_values=c).logits.square().mean() for x, c in ((second, cache), (third, other))]
+        sum(losses).backward()
+    assert isinstance(cache.layers[0].keys, CacheShard)
+    for name, gradient in megafx.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
+
+
 @check(4, slow=True)
 def ranks_share_key_value_heads() -> str:
     return shared_heads(14, 2, 28)

@@ -42,6 +42,15 @@ class Halves(nn.Module):
         return h, self.second(h)
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 5), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.first(x)), torch.tanh(self.second(y))
+
+
 @situation(RETAINED)
 def gradients_of_outputs_are_retained(loop: Loop) -> None:
     model = loop.model(WithLoss())
@@ -53,6 +62,21 @@ def gradients_of_outputs_are_retained(loop: Loop) -> None:
         out["loss"].backward()
         loop.see(logits=out["logits"].grad, features=model.features.grad)
     loop.see_gradients(model)
+
+
+@situation(HOOKED)
+def a_hook_on_an_output_that_another_call_takes(loop: Loop) -> None:
+    """The second model has a part that a loss may leave out, and a gradient of its input only through the other one."""
+    seen: list[Any] = []
+    first, second = loop.model(Halves()), loop.model(Parts())
+    for used in (0, 1):
+        h, y = first(torch.randn(3, 6))
+        h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        h.register_hook(lambda grad: seen.append(grad.clone()))
+        (second(h, torch.randn(3, 9))[used].square().sum() + y.square().sum()).backward()
+        loop.see(seen=list(seen))
+    for model in (first, second):
+        loop.see_gradients(model)
 
 
 @situation(HOOKED)
