@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from operator import is_
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ class Writes:
 
     def also(self, owner: Any, name: str) -> None:
         """Remember what an object holds that forward is about to read from."""
-        if isinstance(getattr(owner, "__dict__", None), dict):
+        if isinstance(getattr(owner, "__dict__", None), dict) and not isinstance(owner, logging.Handler):
             self._remember(vars(owner), name)
 
     def _remember(self, attributes: dict[str, Any], name: str) -> None:
@@ -373,30 +374,39 @@ def _mutable(value: Any) -> Any:
 
 
 def _stream_state(stream: io.IOBase) -> Any:
-    """(content or size, position) of a stream; None where it is closed, or has no position."""
-    if stream.closed or not stream.seekable():
+    """(content in memory, position) of a stream; None where it is closed, or has no position, or where others write, too."""
+    if stream.closed or not stream.seekable() or _is_shared(stream):
         return None
     if isinstance(stream, (io.StringIO, io.BytesIO)):
         return stream.getvalue(), stream.tell()
     try:
-        stream.flush()
-        return os.fstat(stream.fileno()).st_size, stream.tell()
+        return None, stream.tell()
     except OSError:  # while code goes through its lines
         return None
 
 
+def _is_shared(stream: io.IOBase) -> bool:
+    """True for standard streams, and for the files to which they are redirected."""
+    if any(stream is each for each in (sys.stdin, sys.stdout, sys.stderr)):
+        return True
+    try:
+        own = os.fstat(stream.fileno())
+        return any(os.path.samestat(own, os.fstat(standard)) for standard in (1, 2))
+    except OSError:  # it is of memory, or one of the two is closed
+        return False
+
+
 def _rewind(stream: io.IOBase, state: Any) -> None:
-    """Put a stream back to a state."""
+    """Put a stream back to a state. What is written in a file stays there."""
     if state is None or _stream_state(stream) == state:
         return
     content, position = state
-    if isinstance(stream, (io.StringIO, io.BytesIO)):
+    if content is not None:
         stream.seek(0)
         stream.truncate()
-        stream.write(content)
-    elif stream.writable():
-        stream.truncate(content)
-    stream.seek(position)
+        cast(Any, stream).write(content)
+    if content is not None or not stream.writable():
+        stream.seek(position)
 
 
 def _dataclasses(value: Any) -> list[Any]:
