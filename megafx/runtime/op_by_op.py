@@ -43,7 +43,7 @@ def run_op_by_op(runtime: Any, call: Call, watch_of: Callable[[Program], Watch |
 def _run(graph: Any, program: Program, call: Call, watch: Watch) -> None:
     parts, executable = program.partition, graph.executable
     assert parts is not None
-    inputs, _ = graph._inputs(replace(call, state=graph.state_inputs()))
+    inputs, *_ = graph._inputs(replace(call, state=graph.state_inputs()))
     inputs = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
     inputs += [join(inputs) for join in executable.joins]
     results = _Watched(parts.forward, watch).run(*inputs)
