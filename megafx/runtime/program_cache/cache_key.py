@@ -156,9 +156,7 @@ def watching(read: dict[str, str] | None) -> Iterator[None]:
     if read is None:
         yield
         return
-    __import__(
-        "torch.export._trace"
-    )  # a first capture does; networkx, which that imports, looks at the whole environment
+    __import__("torch.export._trace")  # as a first capture does: networkx, which comes with it, reads the whole environment
     with _lock:
         _watching.append(read)
         _Environment.__getitem__ = _watched_item
