@@ -156,7 +156,8 @@ def watching(read: dict[str, str] | None) -> Iterator[None]:
     if read is None:
         yield
         return
-    __import__("torch.export._trace")  # as a first capture does: networkx, which comes with it, reads the whole environment
+    # A first capture imports this, and networkx with it, which reads the whole environment.
+    __import__("torch.export._trace")
     with _lock:
         _watching.append(read)
         _Environment.__getitem__ = _watched_item
