@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,10 @@ def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str
         table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
     table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
     table.append((builtins, "next", _noting(reads), "an iterator that is kept goes on at each call"))
-    for owner, name in ((builtins, "open"), (torch, "save"), (torch, "load")):
+    opens: list[tuple[Any, str]] = [(builtins, "open"), (torch, "save"), (torch, "load")]
+    opens += [(Path, name) for name in ("open", "read_text", "read_bytes", "write_text", "write_bytes")]
+    opens += [(np, name) for name in ("load", "save", "savez", "loadtxt", "savetxt")]
+    for owner, name in opens:
         table.append((owner, name, _refusing(reads, A_FILE), "a graph would have what the file held at capture"))
     table.append((type(os.environ), "__setitem__", _refusing_variables(reads), "calls of a graph would not set it"))
     return table

@@ -54,6 +54,8 @@ REFUSED = {
     "iterator": (lambda model: next(model.numbers), "the next value of the iterator 'numbers'"),
     "clock": (lambda model: time.time(), "the clock"),
     "file": (lambda model: len(open(__file__).read()), "a file"),  # noqa: SIM115
+    "path": (lambda model: Path(__file__).read_text(), "forward opens a file"),
+    "array file": (lambda model: np.save(io.BytesIO(), np.zeros(2)), "forward opens a file"),
     "saved": (lambda model: torch.save(model.linear.weight, io.BytesIO()), "forward opens a file"),
     "environment": (
         lambda model: os.environ.__setitem__("MEGAFX_OF_A_TEST", "1"),
