@@ -135,8 +135,14 @@ def planned_by_its_prices() -> tuple[Any, Any, megafx.Config, bool]:
 )
 def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
     model, inputs, config, first = planned_by_its_prices()
-    times = {"auto": (100.0, first), (not first): (100.0 * faster, not first)}
-    monkeypatch.setattr(choose, "_planned", lambda program, planner, passes, wanted: times[wanted])
+    planned, times = choose._planned, {"auto": 100.0, (not first): 100.0 * faster}
+
+    def timed(program: Any, planner: Any, passes: Any, wanted: Any, keeps_problem: bool) -> Any:
+        trial = planned(program, planner, passes, wanted, keeps_problem)
+        trial.planner.plan = replace(trial.planner.solved, step_us=times[wanted])
+        return trial
+
+    monkeypatch.setattr(choose, "_planned", timed)
     plan = megafx.plan(model, config, example_inputs=inputs(2, 16))
     assert plan.sequence_parallel is (not first if taken else first)
     assert any("by its schedule" in note for note in megafx.explain(plan).notes) is taken
