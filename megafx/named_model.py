@@ -305,7 +305,7 @@ def _arguments(made: Callable[..., Any], settings: dict[str, Any]) -> tuple[tupl
     needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if len(needed) != 1 or needed[0].name in settings:
         return (), settings
-    target = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]  # of this very class, no subclass
+    target = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]  # no subclass is called
     kind = typing.get_type_hints(target).get(needed[0].name)
     if not isinstance(kind, type) or kind.__module__ == "builtins":
         return (), settings

@@ -158,7 +158,7 @@ class Applied:
 
     def apply(self, cls: type[Function], *args: Any) -> Any:
         """What replaces `APPLY_OF`."""
-        plain = super(APPLY_OF, cls).apply  # type: ignore[arg-type]  # cls is a subclass of it
+        plain = super(APPLY_OF, cls).apply  # type: ignore[arg-type]  # mypy knows that it is a type, not which
         return self._call(cls, args, lambda: plain(*args), torch.is_grad_enabled())
 
     def forward(self, cls: type[Function]) -> Callable[[Any], Any]:

@@ -48,6 +48,20 @@ def test_a_planned_program_is_compiled_to_what_its_capture_is(name: str, sequenc
     assert once.plan.diff(again.plan) == ""
 
 
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each pass has run."""
+    found: Counter[str] = Counter()
+    plain = Runner._run
+
+    def run(self: Runner, step: Any, *args: Any) -> Any:
+        found[step.name] += 1
+        return plain(self, step, *args)
+
+    monkeypatch.setattr(Runner, "_run", run)
+    return found
+
+
 def of_others(plan: Plan) -> Plan:
     """As what another rank has sent."""
     return Plan.from_json(plan.to_json(), plan.sizes)
@@ -55,17 +69,9 @@ def of_others(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize(("agree", "times"), [(None, 2), (lambda plan: plan, 2), (of_others, 3)])
 def test_the_layout_that_was_tried_is_not_planned_again(
-    agree: Any, times: int, monkeypatch: pytest.MonkeyPatch
+    agree: Any, times: int, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless another rank's plan is taken, or somebody sees the passes."""
-    ran: Counter[str] = Counter()
-    plain = Runner._run
-
-    def run(self: Runner, step: Any, *args: Any) -> Any:
-        ran[step.name] += 1
-        return plain(self, step, *args)
-
-    monkeypatch.setattr(Runner, "_run", run)
     model, inputs = zoo.build("nanogpt")
     program = capture_call(model, (), inputs(2, 8))
     config = megafx.Config(tensor_model_parallel_size=2)
@@ -101,18 +107,8 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(("change", "times"), [(lambda m: m, 1), (frozen, 2), (lambda m: m.eval(), 2)])
-def test_a_first_call_is_planned_and_compiled_in_one_run(
-    change: Any, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_call_is_planned_and_compiled_in_one_run(change: Any, times: int, ran: Counter[str]) -> None:
     """Where other gradients are wanted than those that it is planned with, or it is no training call, it is in two."""
-    ran: Counter[str] = Counter()
-    plain = Runner._run
-
-    def run(self: Runner, step: Any, *args: Any) -> Any:
-        ran[step.name] += 1
-        return plain(self, step, *args)
-
-    monkeypatch.setattr(Runner, "_run", run)
     torch.manual_seed(0)
     eager, x = change(Net().double()), torch.randn(3, 8, dtype=torch.float64)
     expected = eager(x)

@@ -331,7 +331,7 @@ def _choice(reference: Callable[..., Any], launcher: Callable[..., Any], placed:
             return reference(*args)
         return repeated(*args) if replay.supported() else launcher(*args)
 
-    implementation.repeated = repeated  # type: ignore[attr-defined]  # functions take any attribute
+    implementation.repeated = repeated  # type: ignore[attr-defined]  # mypy has none of functions
     return implementation
 
 

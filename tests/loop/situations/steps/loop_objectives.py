@@ -46,7 +46,7 @@ class WithZLoss(Language):
     def __init__(self) -> None:
         super().__init__(tied=True)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # its base takes other arguments
         logits = super().forward(ids)
         z = torch.logsumexp(logits, -1).square().mean()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100) + 1e-2 * z, z.detach()
@@ -97,7 +97,7 @@ def the_hardest_tokens_alone(loop: Loop) -> None:
 class WithLoss(Language):
     """(loss, logits), as models of libraries have it."""
 
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # its base takes other arguments
         logits = super().forward(ids)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
 
@@ -356,7 +356,7 @@ def losses_are_scaled_and_accumulated(loop: Loop) -> None:
 class Several(Classifier):
     """Losses of torch whose decomposition is wrong, or that check their arguments."""
 
-    def forward(self, x: Tensor, labels: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, labels: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # its base takes other arguments
         scores = super().forward(x)
         of_labels = F.multilabel_margin_loss(scores, labels) + F.multilabel_margin_loss(scores[0], labels[0])
         each = F.multilabel_margin_loss(scores, labels, reduction="none").square().sum()
