@@ -43,7 +43,7 @@ from megafx.config import Config
 from megafx.equivalence import input_values
 from megafx.ir.program import VAL
 from megafx.passes.recompute.choose_kept import choose_kept
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 
 MIB = 2**20
@@ -113,15 +113,17 @@ def build(name: str, tiny: bool, device: torch.device) -> tuple[Any, dict[str, t
 
 def compiled(model: Any, call: dict[str, torch.Tensor], hardware: str) -> Compiled:
     program = capture_call(model, (), call)
-    planner = Planner(Config(), 1, Hardware.load(hardware), wants_grad=lambda spec: spec.kind == "param", at_call=True)
-    return compile_program(program, planner)
+    context = CompileContext(
+        Config(), 1, Hardware.load(hardware), wants_grad=lambda spec: spec.kind == "param", at_call=True
+    )
+    return compile_program(program, context)
 
 
 def chosen(made: Compiled, options: dict[str, Any]) -> Compiled:
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
+    program, context = made.program.copy(), copy.copy(made.context)
+    context.config = context.config.replace(**options)
+    choose_kept(program, context)
+    return Compiled(program, context)
 
 
 def place_joined(model: Any, made: Compiled) -> None:

@@ -27,7 +27,7 @@ from train_tp import SHAPES, LlamaBlock, Model, Shape, WithLoss, places_of
 import megafx
 from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 from megafx.planner.timeline import graphs_pay
 from megafx.report.report import Report
@@ -156,12 +156,12 @@ def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) ->
     )
     inputs = torch.zeros(batch, shape.seq, dtype=torch.long), places_of(shape, torch.device("cpu"))
     profile = Hardware.load(hardware)
-    planner = Planner(config, ranks, profile, None, wants_grad=lambda spec: spec.kind == "param")
-    made = compile_program(capture_call(model, inputs, {}), planner)
+    context = CompileContext(config, ranks, profile, None, wants_grad=lambda spec: spec.kind == "param")
+    made = compile_program(capture_call(model, inputs, {}), context)
     notes = made.for_rank(None).notes
-    report = planner.solved.report
+    report = context.solved.report
     flags = {
-        "sp" if planner.solved.sequence_parallel else "tp": True,
+        "sp" if context.solved.sequence_parallel else "tp": True,
         "plain": not report.costed.overlap,
         "graphs": graphs_pay(report.step, profile)[0],
         "compile": any(n.topic == "compile" and "Inductor compiles" in n.message for n in notes),

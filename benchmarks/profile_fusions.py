@@ -35,7 +35,7 @@ from megafx.distributed.parameters import parameter_slots, place_joined
 from megafx.errors import MegafxError, UsageError
 from megafx.example_call import hardware_of
 from megafx.ir.program import Program
-from megafx.planner.context import Planner, price_workload
+from megafx.planner.context import CompileContext, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, FusionProfile, Measured, Times, mode_of
 from megafx.planner.hardware import Hardware
 
@@ -376,12 +376,12 @@ def prepare(name: str, setting: Setting) -> Job:
         with torch.set_grad_enabled(training):
             program = capture_call(module, tuple(inputs), device=device)
         wants = (lambda spec: True) if training else None
-        planner = Planner(_config(() if fused else case.off), 1, setting.hardware, wants_grad=wants)
-        compiled = compile_program(program, planner)
+        context = CompileContext(_config(() if fused else case.off), 1, setting.hardware, wants_grad=wants)
+        compiled = compile_program(program, context)
         run = compiled.executable()
         names = [spec.name for spec in compiled.program.inputs]
         place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
-        inductor = Compiled(compiled.program, replace(planner, config=planner.config.replace(compile=True)))
+        inductor = Compiled(compiled.program, replace(context, config=context.config.replace(compile=True)))
         for way in setting.ways:
             runs[fused, training, way] = (inductor.executable() if way else run, compiled.program)
     program = runs[True, True, False][1]

@@ -10,7 +10,7 @@ import torch
 
 import megafx
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.testing import assert_same, expect, graph, run_pass
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ NEUTRAL = {aten.mul.Tensor: 1, aten.add.Tensor: 0}
 REQUIRES = (Phase.CANONICAL, Phase.PLANNED)  # it leaves the phase that it finds; graphs of tests are PLANNED
 
 
-def drop_neutral_numbers(program: Program, planner: Planner) -> int:
+def drop_neutral_numbers(program: Program, context: CompileContext) -> int:
     """x * 1 -> x and x + 0 -> x.
 
     Legal because: both have the value, shape and dtype of x, forward and backward.

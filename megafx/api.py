@@ -22,7 +22,7 @@ from megafx.errors import ConfigError, UsageError
 from megafx.example_call import ExampleCall, hardware_of, inputs_of, with_sizes
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
 from megafx.progress import stage, uncollected
@@ -86,8 +86,8 @@ def plan(
     """
     call = ExampleCall.of(model, config, example_inputs, loss_fn, runs=False)
     data = DataAxis.of_context(call.config)
-    planner = Planner(call.config, call.t, call.hardware, data, wants_grad=call.wants_grad(), keeps_problem=True)
-    made = plan_only(call.program(), planner)
+    context = CompileContext(call.config, call.t, call.hardware, data, wants_grad=call.wants_grad(), keeps_problem=True)
+    made = plan_only(call.program(), context)
     made.report.model = type(model).__name__
     return made
 
@@ -114,12 +114,12 @@ def predict_memory(
 
 def _compiled(call: ExampleCall) -> Compiled:
     """The graph of a training call for the ranks that its config says, none of which are there."""
-    planner = Planner(
+    context = CompileContext(
         call.config, call.t, call.hardware, DataAxis.of(call.config),
         wants_grad=lambda spec: spec.kind == "param" and spec.name in call.trained,
         at_call=call.given, device_bytes=call.hardware.memory_bytes,
     )  # fmt: skip
-    return compile_program(call.program(), planner)
+    return compile_program(call.program(), context)
 
 
 @stage("rehearse")

@@ -257,7 +257,7 @@ class Config:
         "each step then waits for the device",
     )
     passes: tuple[tuple[str, Callable[..., int]], ...] = _option(
-        tuple, "your own passes: pairs of 'after <pass>' or 'before <pass>' and a function (program, planner) -> int"
+        tuple, "your own passes: pairs of 'after <pass>' or 'before <pass>' and a function (program, context) -> int"
     )
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.ir.python_state import Place, unchanged
 from megafx.ops.axes import Mesh
 from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, DDP, EXPERT_AXIS, TENSOR_AXIS, DataAxis
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
 from megafx.runtime.repeated_calls import Repeated, RepeatedCalls, copy_of, copy_of_model, named_outputs
@@ -156,9 +156,9 @@ def _ranks(call: ExampleCall) -> int:
     return call.config.tensor_model_parallel_size or 2
 
 
-def _planner(call: ExampleCall, ranks: int, config: Config, data: DataAxis | None = None) -> Planner:
+def _context(call: ExampleCall, ranks: int, config: Config, data: DataAxis | None = None) -> CompileContext:
     wanted = call.trained if torch.is_grad_enabled() else set()
-    return Planner(config, ranks, call.hardware, data, (lambda spec: spec.name in wanted) if wanted else None)
+    return CompileContext(config, ranks, call.hardware, data, (lambda spec: spec.name in wanted) if wanted else None)
 
 
 def config_of(mesh: Mapping[str, int], config: Config | None) -> Config:
@@ -188,8 +188,8 @@ class _Trial:
         return self.sharded.plan.t
 
     def verdict(self, found: simulate.Logical) -> Verdict:
-        data = self.sharded.planner.data
-        verdict = Verdict(self.t * (1 if data is None else data.ranks * data.context), self.reference, self.limit)
+        data = self.sharded.context.data
+        verdict = Verdict(self.t * (1 if data is None else data.ranks * data.cp), self.reference, self.limit)
         if data is not None:
             verdict.mesh = " x ".join(f"{axis} {size}" for axis, size in {**data.mesh, TENSOR_AXIS: self.t}.items())
         verdict.outputs, verdict.gradients = simulate.relative_errors(found, self.wanted)
@@ -330,7 +330,7 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
     """
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -390,7 +390,7 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
     captured, t = call.program(_ranks(call)), _ranks(call)
 
     def compiled(ranks: int, data: DataAxis | None = None) -> Compiled:
-        return compile_program(captured.copy(), _planner(call, ranks, config, data))
+        return compile_program(captured.copy(), _context(call, ranks, config, data))
 
     sharded, single = compiled(t, data), functools.cache(lambda: compiled(1))
     plain = copy_of_model(call.model)
@@ -500,7 +500,7 @@ def types_of_call(call: ExampleCall, data: DataAxis | None = None) -> Verdict:
     program, verdict = call.program(_ranks(call)), Verdict(_ranks(call), "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, _planner(call, _ranks(call), call.config, data))
+            compile_program(program, _context(call, _ranks(call), call.config, data))
     except PlacementError as error:
         verdict.refused = error
     return verdict

@@ -47,7 +47,7 @@ from megafx.ir.program import VAL, Program
 from megafx.meanwhile import in_modes, meanwhile
 from megafx.ops.axes import microbatch
 from megafx.placements.data_axis import PIPELINE_AXIS, TENSOR_AXIS, DataAxis
-from megafx.planner.context import Planner, in_training
+from megafx.planner.context import CompileContext, in_training
 from megafx.planner.plan import Plan
 from megafx.progress import stage
 from megafx.report.stages import Stage
@@ -193,9 +193,9 @@ class _Maker:
         self.cut: Cut | None = None
 
     @property
-    def planner(self) -> Planner:
+    def context(self) -> CompileContext:
         t = self.config.tensor_model_parallel_size or 1
-        return Planner(self.config, t, self.hardware, self.data, wants_grad=in_training(frozenset()))
+        return CompileContext(self.config, t, self.hardware, self.data, wants_grad=in_training(frozenset()))
 
     def whole(self, tree: Any) -> Whole:
         """One micro-batch of a call of the whole model. Collective."""
@@ -216,7 +216,7 @@ class _Maker:
                 stand_ins=self.stand_ins,
                 data_ranks=ranks,
             )
-            whole = share_out(program, self.planner, self.microbatches)
+            whole = share_out(program, self.context, self.microbatches)
         agreement.check_same("what the model computes", whole.program.gm.code, self.everyone)
         return whole
 
@@ -226,7 +226,7 @@ class _Maker:
         tree = call_tree(args, kwargs, loss_inputs)
         whole = self.whole(tree)
         with agreement.raising_together(self.everyone):
-            made = divide(whole, self.planner, self.kind, stages, self.mesh[PIPELINE_AXIS].size(), self.trained)
+            made = divide(whole, self.context, self.kind, stages, self.mesh[PIPELINE_AXIS].size(), self.trained)
             plan, found, graphs, self.cut = made.plan, made.stages, made.graphs, made.cut
         agreement.check_same("the plan of a pipeline", f"{plan.params}{found}", self.everyone)
         self.forms.append(Form(0, whole, graphs, self.modes(self.model.training), _draws(whole.program)))

@@ -34,7 +34,7 @@ from megafx.ops.axes import AxisContext, Mesh
 from megafx.passes.experts.drop_expert_values import NAME as DROPPED
 from megafx.passes.lower.bind_mesh import NAME as BOUND
 from megafx.placements.data_axis import PIPELINE_AXIS, TENSOR_AXIS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.progress import uncollected
 from megafx.units import bytes_text, time_text
 from megafx.what_if import modelled_step
@@ -182,11 +182,11 @@ def proven(
 def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) -> Rehearsal:
     """Of a LOWERED program. edit: as `proven` takes it. Raises what that raises; ConfigError where the mesh has another number
     of ranks."""
-    planner = compiled.planner
-    sizes = {**(planner.data.mesh if planner.data is not None else {}), TENSOR_AXIS: compiled.plan.t}
+    context = compiled.context
+    sizes = {**(context.data.mesh if context.data is not None else {}), TENSOR_AXIS: compiled.plan.t}
     mesh = mesh_of(sizes, world)
     made = proven(compiled, mesh, edit)
-    room = room_of(planner)
+    room = room_of(context)
     classes = []
     for kind, ranks in made.members.items():
         peak = compiled.memory(axes=mesh.ranks[ranks[0]]).peak
@@ -200,7 +200,7 @@ def rehearse_compiled(compiled: Compiled, world: int, edit: Edit | None = None) 
             groups[axis] = (len(found), len(found[0]), calls)
     report = compiled.plan.report
     assert report is not None
-    parts, unpriced = modelled_step(report.costed, report.step, planner.config, planner.hardware)
+    parts, unpriced = modelled_step(report.costed, report.step, context.config, context.hardware)
     return Rehearsal(world, sizes, tuple(classes), groups, parts, room, (*made.not_seen, *unpriced))
 
 
@@ -214,9 +214,9 @@ def mesh_of(sizes: Mapping[str, int], world: int) -> Mesh:
     return mesh
 
 
-def room_of(planner: Planner) -> int | None:
+def room_of(context: CompileContext) -> int | None:
     """Bytes of a rank's device that graphs may have."""
-    return None if planner.device_bytes is None else int((1 - MARGIN) * planner.device_bytes)
+    return None if context.device_bytes is None else int((1 - MARGIN) * context.device_bytes)
 
 
 # -- classes

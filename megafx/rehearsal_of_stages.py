@@ -25,7 +25,7 @@ from megafx.ir.program import VAL, Input, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops.axes import AxisContext, Mesh
 from megafx.placements.data_axis import PIPELINE_AXIS, TENSOR_AXIS, DataAxis
-from megafx.planner.context import Gradients, Planner, in_training, price_workload
+from megafx.planner.context import CompileContext, Gradients, in_training, price_workload
 from megafx.planner.pipeline_step import Split
 from megafx.progress import stage, uncollected
 from megafx.rehearsal import Edit, Proven, RankClass, Rehearsal, mesh_of, proven, room_of
@@ -108,12 +108,12 @@ def stages_of(call: ExampleCall, asked: Proposal, edit: Edit | None = None, chan
         rows = max(1, call.config.micro_batch_size // asked.microbatches)
         call = replace(call, config=call.config.replace(micro_batch_size=rows))
     config, data = call.config, DataAxis.of(call.config)
-    planner = Planner(config, call.t, call.hardware, data, wants_grad=in_training(frozenset()))
+    context = CompileContext(config, call.t, call.hardware, data, wants_grad=in_training(frozenset()))
     average = config.data_parallel_loss == "average"
     parts = 1 if average else asked.microbatches * (config.data_parallel_size or 1)
     with stage("stages"):
-        whole = share_out(call.program(data_ranks=parts), replace(planner), asked.microbatches)
-        divided = divide(whole, planner, asked.kind, asked.stages, asked.ranks, call.trained)
+        whole = share_out(call.program(data_ranks=parts), replace(context), asked.microbatches)
+        divided = divide(whole, context, asked.kind, asked.stages, asked.ranks, call.trained)
     if change is not None:
         divided = replace(divided, graphs=[change(k, graph) for k, graph in enumerate(divided.graphs)])
     mesh, stages = Mesh(_inner(call)), []
@@ -162,7 +162,7 @@ class OneStage:
         mesh: Mesh,
         edit: Edit | None,
     ) -> OneStage:
-        compiled = compile_program(graph.program.copy(), _planner(call, divided, graph))
+        compiled = compile_program(graph.program.copy(), _context(call, divided, graph))
         at = AxisContext(k % asked.ranks, asked.ranks, PIPELINE_AXIS)
         here = edit and (lambda program, places: edit(program, {**places, PIPELINE_AXIS: at}))
         forms: dict[Gradients, _Form] = {}
@@ -192,7 +192,7 @@ class OneStage:
         return names[-1] if last else names[min(number, max(len(names) - 2, 0))]
 
 
-def _planner(call: ExampleCall, divided: Divided, graph: StageGraph) -> Planner:
+def _context(call: ExampleCall, divided: Divided, graph: StageGraph) -> CompileContext:
     """What a stage is compiled with."""
     come = {f"value:{c.name}" for c in graph.receives if c.differentiable}
     wanted = {f"kwargs[{keyword}]" for keyword, name in graph.takes.items() if name in come}
@@ -203,7 +203,7 @@ def _planner(call: ExampleCall, divided: Divided, graph: StageGraph) -> Planner:
 
     names = {spec.name for spec in graph.program.inputs if spec.kind == "param"}
     fixed = {name: placement for name, placement in divided.plan.params.items() if name in names}
-    return Planner(
+    return CompileContext(
         call.config, call.t, call.hardware, DataAxis.of(call.config), wants_grad=wants, fixed=fixed,
         fixed_experts=divided.plan.experts, device_bytes=call.hardware.memory_bytes,
     )  # fmt: skip
@@ -211,9 +211,9 @@ def _planner(call: ExampleCall, divided: Divided, graph: StageGraph) -> Planner:
 
 def _backwards(compiled: Compiled, microbatches: int) -> list[Gradients]:
     """Those of the micro-batches, in their order: data-parallel ranks reduce gradients once, after the last."""
-    if compiled.planner.data is None or microbatches == 1:
+    if compiled.context.data is None or microbatches == 1:
         return ["reduce"]
-    more: list[Gradients] = ["accumulate"] if compiled.planner.config.gradient_accumulation_fusion else []
+    more: list[Gradients] = ["accumulate"] if compiled.context.config.gradient_accumulation_fusion else []
     return ["hold", *(more if microbatches > 2 else []), "add"]
 
 
@@ -267,8 +267,8 @@ def _rehearsed(made: Staged, asked: Proposal, sizes: Mapping[str, int], mesh: Me
     for place in columns.values():
         orders = made.orders(asked, place)
         check_messages(orders, lambda r, place=place: f"rank {r * inner + place} (pp {r})")  # type: ignore[misc]  # bound now
-    planner = Planner(call.config, call.t, call.hardware, device_bytes=call.hardware.memory_bytes)
-    room, classes = room_of(planner), []
+    context = CompileContext(call.config, call.t, call.hardware, device_bytes=call.hardware.memory_bytes)
+    room, classes = room_of(context), []
     counts: dict[str, int] = defaultdict(int)
     for rank, order in enumerate(orders):
         mine = {k: each for k, each in enumerate(stages) if k % asked.ranks == rank}

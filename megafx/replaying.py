@@ -20,7 +20,7 @@ from megafx.errors import UsageError
 from megafx.ir import dump
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 
@@ -83,11 +83,13 @@ def _compile(model: nn.Module, args: Any, kwargs: Any, about: dict[str, Any], pa
     data = None if about["data"] is None else DataAxis(**about["data"])
     wants_grad = (lambda spec: spec.kind == "param") if about["training"] else None
     axes = {TENSOR_AXIS: AxisContext(0, t, TENSOR_AXIS)} if t > 1 else None
-    planner = Planner(config, t, Hardware.load(about["hardware"]), data, wants_grad, fixed, given=given, axes=axes)
+    context = CompileContext(
+        config, t, Hardware.load(about["hardware"]), data, wants_grad, fixed, given=given, axes=axes
+    )
     program = capture(model, config, args, kwargs)
     if "localize_shapes" not in passes:
-        plan_only(program, planner)
+        plan_only(program, context)
         return
-    compiled = compile_program(program, planner)
+    compiled = compile_program(program, context)
     if data is None and "bind_mesh" in passes:
         compiled.executable()

@@ -16,7 +16,7 @@ from megafx.compiler.pipeline import plan_only
 from megafx.config import FIT, Config
 from megafx.errors import ConfigError
 from megafx.placements.data_axis import PIPELINE_AXIS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.pipeline_step import places
 from megafx.planner.plan import Plan
 from megafx.report.stages import Stage, pipeline_stages, stages_from
@@ -99,11 +99,11 @@ class Divided:
 
 
 def divide(
-    whole: Whole, planner: Planner, kind: Any, stages: int | Sequence[str], ranks: int, trained: Collection[str]
+    whole: Whole, context: CompileContext, kind: Any, stages: int | Sequence[str], ranks: int, trained: Collection[str]
 ) -> Divided:
     """stages: how many, or with which modules they begin, but for the first; ranks: of 'pp'; trained: names of parameters that
     require gradients. Raises ConfigError, PlanError, UsageError."""
-    plan = plan_only(whole.program.copy(), planner)
+    plan = plan_only(whole.program.copy(), context)
     assert plan.report is not None
     found = pipeline_stages(plan.report, stages) if isinstance(stages, int) else stages_from(plan.report, stages)
     check_count(kind, len(found), ranks)

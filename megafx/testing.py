@@ -46,13 +46,13 @@ from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.placements.types import I, Layout, Placement, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 from megafx.rewrite.driver import rewrite
 from megafx.rewrite.pattern import Pattern, check_pattern
 from megafx.rewrite.trace import plain_modes
 
-__all__ = ["assert_same", "expect", "graph", "make_planner", "run_logically", "run_pass", "transition", "with_backward"]
+__all__ = ["assert_same", "expect", "graph", "make_context", "run_logically", "run_pass", "transition", "with_backward"]
 
 _DTYPES = {short: getattr(torch, name) for name, short in dump._DTYPES.items()}
 _VALUE = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?: (?P<placement>[^@]+)@(?P<axis>\w+))?")
@@ -203,20 +203,20 @@ def with_backward(program: Program) -> Program:
     return joint
 
 
-def make_planner(
+def make_context(
     t: int = 1, config: Config | None = None, *, hardware: str = "h100-nvlink", training: bool = True, **fields: Any
-) -> Planner:
-    """The record that a pass gets. training: gradients of all inputs are wanted. fields: further ones of Planner."""
+) -> CompileContext:
+    """The record that a pass gets. training: gradients of all inputs are wanted. fields: further ones of CompileContext."""
     if training:
         fields.setdefault("wants_grad", lambda spec: True)
-    return Planner(config or Config(), t, Hardware.load(hardware), **fields)
+    return CompileContext(config or Config(), t, Hardware.load(hardware), **fields)
 
 
-def run_pass(function: PassFunction, program: Program, planner: Planner | None = None) -> Program:
+def run_pass(function: PassFunction, program: Program, context: CompileContext | None = None) -> Program:
     """What the pass makes of a copy of the program; phase contracts are checked before and after."""
     result = program.copy()
     verify(result)
-    Runner(planner or make_planner()).run(result, [Pass.of(function)])
+    Runner(context or make_context()).run(result, [Pass.of(function)])
     verify(result)
     return result
 

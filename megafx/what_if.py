@@ -30,7 +30,7 @@ from megafx.passes.experts.capacity_experts import most_experts
 from megafx.passes.experts.expert_chains import chains
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import DDP, DataAxis
-from megafx.planner.context import Planner, price_workload
+from megafx.planner.context import CompileContext, price_workload
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
 from megafx.planner.pipeline_step import Split
@@ -356,9 +356,9 @@ class _Search:
                 if count >= ranks and (chunks == 1 or count % ranks == 0):
                     yield options, Split(ranks, chunks, count)
 
-    def _planner(self, config: Config) -> Planner:
+    def _context(self, config: Config) -> CompileContext:
         t, data = config.tensor_model_parallel_size or 1, DataAxis.of_context(config)
-        return Planner(config, t, self.hardware, data, wants_grad=self.wants_grad)
+        return CompileContext(config, t, self.hardware, data, wants_grad=self.wants_grad)
 
     def expert_sizes(self, config: Config, options: Config) -> list[int]:
         """Numbers of ranks that share out experts to try beside these options: that of the config, where it has one."""
@@ -387,9 +387,9 @@ class _Search:
     def _ready(self, config: Config) -> tuple[Program, dict[str, int]]:
         """(the program up to planning, parameters of which ranks hold their experts alone)."""
         if config.expert_model_parallel_size > 1:
-            planner = self._planner(config)
-            made, planner, _ = tried(self.captured, planner, before(plan_sharding, passes_of(planner, "planning")))
-            return made, planner.experts
+            context = self._context(config)
+            made, context, _ = tried(self.captured, context, before(plan_sharding, passes_of(context, "planning")))
+            return made, context.experts
         return self._without_experts(config), {}
 
     def _without_experts(self, config: Config) -> Program:
@@ -397,13 +397,13 @@ class _Search:
         key, t = (config.sequence_parallel, config.context_parallel_size), config.tensor_model_parallel_size
         if key in self.ready and t != 1:
             return self.ready[key]
-        planner = self._planner(config)
-        passes = before(plan_sharding, passes_of(planner, "planning"))
+        context = self._context(config)
+        passes = before(plan_sharding, passes_of(context, "planning"))
         start, shared = self.whole, self.whole is not None
         if start is None:
-            start, _, records = tried(self.captured, planner, before(cut_sequence, passes))
+            start, _, records = tried(self.captured, context, before(cut_sequence, passes))
             shared = not any(r.changes for r in records if "experts" in r.name)
-        made, _, records = tried(start, planner, since(cut_sequence, passes))
+        made, _, records = tried(start, context, since(cut_sequence, passes))
         if shared:
             self.whole = start
             if not any(r.changes for r in records if "experts" in r.name):
@@ -413,13 +413,13 @@ class _Search:
     def _priced(self, config: Config) -> Iterator[tuple[CostedGraph, StepTimes, int]]:
         """The plan of the first batch size, at each of them."""
         first = config.replace(micro_batch_size=self.batches[0])
-        planner = self._planner(first)
-        ready, planner.experts = self._ready(config)
-        passes = before(describe_plan, since(plan_sharding, passes_of(planner, "planning")))
-        program, planner, _ = tried(ready, planner, passes)
+        context = self._context(first)
+        ready, context.experts = self._ready(config)
+        passes = before(describe_plan, since(plan_sharding, passes_of(context, "planning")))
+        program, context, _ = tried(ready, context, passes)
         for batch in self.batches:
             price_workload(program, config.replace(micro_batch_size=batch))
-            costed = costed_graph(program, planner)
+            costed = costed_graph(program, context)
             yield costed, timeline(costed), batch
 
 

@@ -26,7 +26,7 @@ from megafx.ir.program import PLACEMENT, VAL, Input, Program, fqn_of, source_of
 from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.data_axis import EXPERT_AXIS, inner_ranks
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, LOCAL, I, Owned, Placement, collectives, payload
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import (
     TRAINING_PASSES,
     attention_seconds,
@@ -49,14 +49,14 @@ from megafx.planner.problem import contraction, share_of_op
 from megafx.rules.strategies import OpRule
 
 
-def costed_graph(program: Program, planner: Planner) -> CostedGraph:
+def costed_graph(program: Program, context: CompileContext) -> CostedGraph:
     """PLACED program -> its ops and collectives with their prices."""
-    return _Builder(program, planner).graph()
+    return _Builder(program, context).graph()
 
 
 class _Builder:
-    def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.planner, self.plan = program, planner, planner.solved
+    def __init__(self, program: Program, context: CompileContext) -> None:
+        self.program, self.context, self.plan = program, context, context.solved
         self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
         self.layers = Layers.of({spec.name: node.meta[VAL].shape for node, spec in self.params.items()})
         self.moves: dict[fx.Node, PricedTransition] = {}
@@ -66,7 +66,7 @@ class _Builder:
             self.removed[removal.node].append(f"{removal.count} {many} taken away: {removal.reason}")
 
     def graph(self) -> CostedGraph:
-        nodes = [n for n in self.program.graph.nodes if self._communicates(n) or n in self.planner.rules]
+        nodes = [n for n in self.program.graph.nodes if self._communicates(n) or n in self.context.rules]
         names, where = self._regions(nodes)
         of_region: dict[str, list[fx.Node]] = defaultdict(list)
         for node in nodes:
@@ -97,12 +97,12 @@ class _Builder:
         for name in names:
             own = (name,) if name in self.layers.paths else tuple(dict.fromkeys(map(fqn_of, of_region[name])))
             order.append((own, ops[index[of_region[name][0]]].region))
-        hardware, wanted = self.planner.hardware, self.planner.config.tp_comm_overlap
+        hardware, wanted = self.context.hardware, self.context.config.tp_comm_overlap
         overlap = wanted is not False and hardware.transfer_bytes_per_second is not None
         whole, named = self._whole(), {*self.plan.experts}
         experts = sum(self._bytes(n) * self._share(spec) for n, spec in self.params.items() if spec.name in named)
         return CostedGraph(
-            regions, ops, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap, round(experts)
+            regions, ops, [*edges], *whole, self.context.training, order, hardware, self.context.t, overlap, round(experts)
         )  # fmt: skip
 
     # -- which nodes, and where
@@ -118,18 +118,18 @@ class _Builder:
         source = argument(node, "x")
         if PLACEMENT not in source.meta or source in self.params:
             return False
-        move = priced(self.program, self.planner, source, node)
+        move = priced(self.program, self.context, source, node)
         if move.forward != LOCAL or move.backward != LOCAL:
             self.moves[node] = move
         return node in self.moves
 
     def _exchange(self, node: fx.Node) -> PricedTransition:
         """Tokens that travel to the ranks of their experts, or their sums; gradients travel back."""
-        ranks, t = argument(node, "places").meta[VAL].shape[1], self.planner.t
+        ranks, t = argument(node, "places").meta[VAL].shape[1], self.context.t
         part = share(self.plan.ops[node.name].out, t)
         sent = int(part * exchanged_bytes(self.program, node, ranks))
-        us = round(1e6 * part * exchange_seconds(self.program, node, self.planner.hardware, t), 3)
-        back = ALL_TO_ALL if node in self.planner.differentiable else LOCAL
+        us = round(1e6 * part * exchange_seconds(self.program, node, self.context.hardware, t), 3)
+        back = ALL_TO_ALL if node in self.context.differentiable else LOCAL
         inner = inner_ranks(EXPERT_AXIS, axes_of(self.program, t))
         of_back = sent if back != LOCAL else 0
         return PricedTransition("S0", "S0", ALL_TO_ALL, back, sent, of_back, 2 * us, us, EXPERT_AXIS, ranks, inner)
@@ -150,7 +150,7 @@ class _Builder:
             choice.ins,
             choice.out,
             shape,
-            node in self.planner.in_fp8,
+            node in self.context.in_fp8,
         )
 
     def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
@@ -170,9 +170,9 @@ class _Builder:
             value = self._value(node)
             return CostedOp(node.name, region, module, move.dst[0], label, f"{move.src} -> {move.dst}", value=value, move=move,
                          source=source)  # fmt: skip
-        rule, choice = self.planner.rules[node], self.plan.ops[node.name]
-        weights = [(rule.operands[i], choice.ins[i]) for i in rule.weights(self.planner.weights)]
-        has_weight = bool(weights) and node not in self.planner.weights
+        rule, choice = self.context.rules[node], self.plan.ops[node.name]
+        weights = [(rule.operands[i], choice.ins[i]) for i in rule.weights(self.context.weights)]
+        has_weight = bool(weights) and node not in self.context.weights
         say = lambda p: text_of(p, self.program)
         flops, times = self._cost(node, rule, choice, has_weight)
         once, back, of_weight = (round(1e6 * seconds, 3) for seconds in times)
@@ -182,14 +182,14 @@ class _Builder:
             shape = "x".join(map(str, operand.node.meta[VAL].shape))
             texts.append(f"{spec.name if spec else operand.node.name} {shape} as {say(placement)}")
         why = [choice.note] if choice.note else []
-        if rule.kind == "none" and node not in self.planner.owners:
+        if rule.kind == "none" and node not in self.context.owners:
             why.append(f"computed whole: {rule.reason}")
         return CostedOp(
             node.name, region, module, choice.out.kind, op_name(node),
             f"{', '.join(map(say, choice.ins))} -> {say(choice.out)}",
             style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
             "; ".join(texts), self._value(node), once, flops=flops, has_weight=has_weight, back_us=back, weight_us=of_weight,
-            inner=statistics(self.program, self.planner, node), source=source, why=why + self.removed[node.name],
+            inner=statistics(self.program, self.context, node), source=source, why=why + self.removed[node.name],
             bytes=self._bytes(node) if isinstance(node.meta[VAL], torch.Tensor) else 0,
         )  # fmt: skip
 
@@ -210,16 +210,16 @@ class _Builder:
         value = node.meta[VAL]
         if not isinstance(value, torch.Tensor):
             return 0.0, (0.0, 0.0, 0.0)
-        name, hardware, itemsize = op_name(node), self.planner.hardware, value.dtype.itemsize
+        name, hardware, itemsize = op_name(node), self.context.hardware, value.dtype.itemsize
         terms, numel, dtype = (
             contraction(self.program, rule),
             self.program.sizes.numel(node.meta[VAL]),
             str(value.dtype).removeprefix("torch."),
         )
-        part, kind = share_of_op(choice, name, self.planner.t), cost_kind(name)
+        part, kind = share_of_op(choice, name, self.context.t), cost_kind(name)
         flops = op_flops(name, numel, terms) * part
         if kind == MATMUL and value.ndim:
-            held = share(choice.out, self.planner.t)
+            held = share(choice.out, self.context.t)
             cut = held if choice.out.is_shard and choice.out.dim == value.ndim - 1 else 1.0
             n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1])) * cut
             m, k = numel * held / max(n, 1), terms * part / held
@@ -232,7 +232,7 @@ class _Builder:
                 )
                 m /= groups
             shapes = ((m, n, k), (m, k, n), (k, n, m))
-            fp8, wgrad = node in self.planner.in_fp8, self.planner.config.fp8_wgrad
+            fp8, wgrad = node in self.context.in_fp8, self.context.config.fp8_wgrad
             dtypes = [(FLOAT8, 1) if fp8 and each else (dtype, itemsize) for each in (True, True, wgrad)]
             price = functools.partial(grouped_seconds, groups) if groups else product_seconds
             once, back, weight = (price(*shape, *of, hardware) for shape, of in zip(shapes, dtypes, strict=True))
@@ -245,7 +245,7 @@ class _Builder:
         moved = op_bytes(name, numel * itemsize, [self._bytes(o.node) for o in rule.operands]) * part
         once = memory_seconds(moved, hardware) + (hardware.kernel_seconds if moved else 0.0)
         if name == "embedding":  # its gradient is zeros first
-            held = share(choice.ins[0], self.planner.t)
+            held = share(choice.ins[0], self.context.t)
             return flops, (once, 0.0, 2 * once + memory_seconds(self._bytes(rule.operands[0].node) * held, hardware))
         return flops, (once, (1.0 if name == "add" else TRAINING_PASSES - 1.0) * once, 0.0)
 
@@ -254,11 +254,11 @@ class _Builder:
     def _keep(self, ops: list[CostedOp], index: dict[fx.Node, int]) -> None:
         """Values that backward reads: operands of ops that are not linear in all of them at once. Each counts where it is first
         read. At most: fused ops may compute theirs again."""
-        if not self.planner.training:
+        if not self.context.training:
             return
         seen: set[tuple[fx.Node, Placement]] = set()
         counted: set[int] = set()
-        for node, rule in self.planner.rules.items():
+        for node, rule in self.context.rules.items():
             choice = self.plan.ops[node.name]
             pairs = [(o.node, p) for o, p in zip(rule.operands, choice.ins, strict=True) if o.active]
             active = tuple(i for i, o in enumerate(rule.operands) if o.active)
@@ -266,13 +266,13 @@ class _Builder:
                 continue
             for value, placement in pairs:
                 root = value
-                while self.planner.rules.get(root) is not None and self.planner.rules[root].kind == "view":
+                while self.context.rules.get(root) is not None and self.context.rules[root].kind == "view":
                     root = root.all_input_nodes[0]
                 if root in self.params or (root, placement) in seen:
                     continue
                 seen.add((root, placement))
                 if index[node] not in counted:
-                    ops[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
+                    ops[index[node]].kept += int(self._bytes(value) * share(placement, self.context.t))
             counted.add(index[node])  # the first of like layers represents all
 
     def _hold(self, regions: list[Region], ops: list[CostedOp], index: dict[fx.Node, int]) -> None:
@@ -287,30 +287,30 @@ class _Builder:
 
     def _share(self, spec: Input) -> float:
         """Of a parameter, what a rank holds of it before data-parallel ranks cut what is not of experts."""
-        part = share(self.plan.params[spec.name], self.planner.t)
+        part = share(self.plan.params[spec.name], self.context.t)
         if spec.name in self.plan.experts:
-            assert self.planner.data is not None
-            part /= self.planner.data.experts
+            assert self.context.data is not None
+            part /= self.context.data.experts
         return part
 
     def _whole(self) -> tuple[dict[str, int], PricedTransition | None, float]:
         """Bytes of parameters, gradients and AdamW's moments on a rank; the all-reduces of gradients; the optimizer's time."""
-        t, held, optimizer = self.planner.t, 0.0, 0.0
+        t, held, optimizer = self.context.t, 0.0, 0.0
         sent, us = 0, 0.0
         for node, spec in self.params.items():
             part = self._share(spec)
             held += self._bytes(node) * part
-            optimizer += 1e6 * optimizer_seconds(self.program.sizes.numel(node.meta[VAL]), self.planner.hardware) * part
+            optimizer += 1e6 * optimizer_seconds(self.program.sizes.numel(node.meta[VAL]), self.context.hardware) * part
             for user in node.users:
                 if is_transition(user):
-                    move = priced(self.program, self.planner, node, user)
+                    move = priced(self.program, self.context, node, user)
                     if move.backward != LOCAL:
                         sent += move.backward_bytes
-                        us += 1e6 * move.backward_bytes / self.planner.hardware.link_bytes_per_second
-        if not self.planner.training:
+                        us += 1e6 * move.backward_bytes / self.context.hardware.link_bytes_per_second
+        if not self.context.training:
             return {"parameters": int(held)}, None, 0.0
         memory = {"parameters": int(held), "gradients": int(held), "AdamW's moments": int(2 * held)}
-        us = round(us + 1e6 * self.planner.hardware.alpha_seconds, 3)
+        us = round(us + 1e6 * self.context.hardware.alpha_seconds, 3)
         summed = PricedTransition("P", "I", LOCAL, "all_reduce", 0, sent, us, ranks=t) if sent else None
         return memory, summed, round(optimizer, 3)
 
@@ -328,23 +328,23 @@ def is_move(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target) == TRANSITION
 
 
-def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
+def priced(program: Program, context: CompileContext, value: fx.Node, made: fx.Node) -> PricedTransition:
     """The transition `made` of a value, on its own axis. One outside of the axis that is planned was made when shapes were
     local: what its ranks have together is what its whole end has. Planned ranks share that as they share the value."""
     axis, val, root = argument(made, "axis"), value.meta[VAL], value
-    src, dst, ranks = value.meta[PLACEMENT], made.meta[PLACEMENT], planner.t
+    src, dst, ranks = value.meta[PLACEMENT], made.meta[PLACEMENT], context.t
     numel, shape, inner = program.sizes.numel(val), program.sizes.shape(val), 1
-    if axis != planner.axis:
-        inner = inner_ranks(axis, axes_of(program, planner.t))
+    if axis != context.axis:
+        inner = inner_ranks(axis, axes_of(program, context.t))
         src, dst = ends_of(program, made)
         ranks = argument(made, "size")
         if src.is_shard:
             numel = ranks * numel if dst.is_shard else program.sizes.numel(made.meta[VAL])
-        numel = round(numel * share(made.meta[PLACEMENT], planner.t))
+        numel = round(numel * share(made.meta[PLACEMENT], context.t))
     while is_transition(root):  # one of several in a row: what they move decides
         root = root.all_input_nodes[0]
-    row, needs_grad = collectives(src, dst), root in planner.differentiable
-    sizes = (numel, val.dtype.itemsize, planner.hardware, ranks)
+    row, needs_grad = collectives(src, dst), root in context.differentiable
+    sizes = (numel, val.dtype.itemsize, context.hardware, ranks)
     pieces = in_pieces(src, shape) or in_pieces(dst, shape)
     cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces, inner=inner)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
@@ -353,16 +353,16 @@ def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) ->
     return PricedTransition(*ends, row.forward, backward, *sent, us, forward_us, axis, ranks, inner)
 
 
-def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
+def statistics(program: Program, context: CompileContext, node: fx.Node) -> PricedTransition | None:
     """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
-    choice = planner.solved.ops.get(node.name)
+    choice = context.solved.ops.get(node.name)
     localized = facts_of(node.target).localize
     if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
         return None
-    value, t = node.meta[VAL], planner.t
+    value, t = node.meta[VAL], context.t
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * program.sizes.numel(value)
-    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
+    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, context.hardware, t), 3)
     sent = payload(ALL_GATHER, numel, t) * itemsize
     return PricedTransition("S0", "I", ALL_GATHER, LOCAL, sent, 0, cost_us, cost_us, ranks=t)
 

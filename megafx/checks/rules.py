@@ -317,14 +317,14 @@ class Trial:
         if (ins, outs) in [(made.ins, (made.out,)) for made in self.written_out]:
             factor = self.written_out[0].factor
         choice = OpChoice(ins, outs[0] or I, factor)
-        planner: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             solved=SimpleNamespace(t=self.t, axis="tp", ops={node.name: choice}),
             rules={node: replace(self.rule, node=node, operands=tuple(operands))},
             weights=set(),
         )
         # what does not run is no row, and is reported as that
         with meanwhile(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True):
-            localize_shapes(program, planner)
+            localize_shapes(program, context)
         return [tuple(found) for found in simulate(program, ranks, gradients=True)]
 
     def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

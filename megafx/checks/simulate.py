@@ -362,7 +362,7 @@ def local_inputs(
     """
     if data is not None:
         inputs = []
-        for part in (part for part in range(data.ranks) for _ in range(data.context)):
+        for part in (part for part in range(data.ranks) for _ in range(data.cp)):
             inputs += local_inputs(program, _part(program, values, part, data.ranks), placements, t)
         for mine, place in zip(inputs, _places(data, t), strict=True):
             for i, spec in enumerate(program.inputs):
@@ -474,7 +474,7 @@ def logical_of(
     assert batch is not None
     shards = {i: held for i, spec in enumerate(program.outputs)
               if (held := _stored(program, spec, values, placements, t, data)) is not None}  # fmt: skip
-    put = _of_the_sequence if data.context > 1 else _of_the_batch
+    put = _of_the_sequence if data.cp > 1 else _of_the_batch
     found = put(program, results, inputs, placements, t, data, {program.outputs[i].name for i in shards})
     for i, (placement, n, axis) in shards.items():
         name, groups = program.outputs[i].name, Mesh({**data.mesh, TENSOR_AXIS: t}).groups[axis]
@@ -531,7 +531,7 @@ def _of_the_sequence(
     placements: Mapping[str, Placement], t: int, data: DataAxis, skipped: Collection[str],
 ) -> Logical:  # fmt: skip
     """`logical_of` context-parallel ranks: outputs are the same on each, gradients summands until they are reduced."""
-    c, parts = data.context, range(0, len(results), t)
+    c, parts = data.cp, range(0, len(results), t)
     each = []
     for at in range(c):
         members = [k + rank for k in parts if k // t % c == at for rank in range(t)]

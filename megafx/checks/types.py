@@ -67,8 +67,8 @@ def check_batch_types(program: Program) -> None:
     batch = program.batch
     if batch is not None and batch.whole and batch.ranks > 1:
         check_types(program, batch.inputs, batch.ranks, BATCH_AXIS)
-    if batch is not None and batch.context > 1:
-        check_types(program, batch.context_inputs, batch.context, CONTEXT_AXIS)
+    if batch is not None and batch.cp > 1:
+        check_types(program, batch.context_inputs, batch.cp, CONTEXT_AXIS)
 
 
 class _Checker:

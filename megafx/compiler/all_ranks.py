@@ -42,16 +42,16 @@ def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
     The ranks are those of the mesh that the call is compiled for: data-parallel ones have parts of the values. Raises
     PlacementError where ranks call different collectives, or where results that should be the same differ.
     """
-    data = compiled.planner.data
+    data = compiled.context.data
     mesh = Mesh({**(data.mesh if data is not None else {}), TENSOR_AXIS: compiled.plan.t})
     device = next((x.device for x in values.values() if isinstance(x, torch.Tensor)), torch.device("cpu"))
     meeting = _Meeting(mesh, device)
-    with meeting.exchanges(compiled.planner.config.tp_comm_overlap is True):
+    with meeting.exchanges(compiled.context.config.tp_comm_overlap is True):
         return _run(compiled, meeting, values)
 
 
 def _run(compiled: Compiled, meeting: _Meeting, values: Mapping[str, Any]) -> Logical:
-    t, program, placements, data = compiled.plan.t, compiled.program, compiled.plan.params, compiled.planner.data
+    t, program, placements, data = compiled.plan.t, compiled.program, compiled.plan.params, compiled.context.data
     inputs = local_inputs(program, values, placements, t, data)
     executables = [meeting.executable(compiled, rank) for rank in range(meeting.size)]
     late = [spec.kind == "tangent" for spec in program.inputs]

@@ -12,7 +12,7 @@ from megafx.compiler.runner import Pass, PassRecord, Runner
 from megafx.compiler.stages import runner_of
 from megafx.errors import PlanError
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.timeline import LEAST_GAIN
 from megafx.units import bytes_text
 
@@ -21,30 +21,32 @@ class Trial(NamedTuple):
     """What passes made of a copy. records: what each did."""
 
     program: Program
-    planner: Planner
+    context: CompileContext
     records: list[PassRecord]
 
 
-def tried(program: Program, planner: Planner, passes: Sequence[Pass], *, stops: bool = False, **settings: Any) -> Trial:
-    """Run passes on copies of both; nothing is logged or dumped. settings: fields of the planner that differ. stops: as of
+def tried(
+    program: Program, context: CompileContext, passes: Sequence[Pass], *, stops: bool = False, **settings: Any
+) -> Trial:
+    """Run passes on copies of both; nothing is logged or dumped. settings: fields of the context that differ. stops: as of
     `runner_of`. Raises what the passes raise."""
-    made, own = program.copy(), copy.copy(planner)
+    made, own = program.copy(), copy.copy(context)
     for name, value in settings.items():
         setattr(own, name, value)
     return Trial(made, own, runner_of(own, quiet=True, stops=stops).run(made, passes))
 
 
-def fitting(program: Program, planner: Planner, passes: Sequence[Pass], runner: Runner) -> Compiled:
+def fitting(program: Program, context: CompileContext, passes: Sequence[Pass], runner: Runner) -> Compiled:
     """The program with the largest budget whose predicted peak the device has room for, with AdamW's moments.
 
     passes: those that a budget changes. runner: has run the passes before. Raises PlanError where none fits.
     """
-    assert planner.device_bytes is not None
-    room, peaks = int((1 - MARGIN) * planner.device_bytes), []
+    assert context.device_bytes is not None
+    room, peaks = int((1 - MARGIN) * context.device_bytes), []
     for tenths in range(10, -1, -1):
-        config = planner.config.replace(activation_memory_budget=tenths / 10)
+        config = context.config.replace(activation_memory_budget=tenths / 10)
         try:
-            made, own, _ = tried(program, planner, passes, stops=True, config=config, fits=True)
+            made, own, _ = tried(program, context, passes, stops=True, config=config, fits=True)
         except PlanError:
             break
         peaks.append(Compiled(made, own).memory().peak)
@@ -56,22 +58,24 @@ def fitting(program: Program, planner: Planner, passes: Sequence[Pass], runner: 
     )
 
 
-def sequence_parallel(program: Program, planner: Planner, passes: Sequence[Pass]) -> tuple[bool | str, Trial | None]:
+def sequence_parallel(
+    program: Program, context: CompileContext, passes: Sequence[Pass]
+) -> tuple[bool | str, Trial | None]:
     """What to plan with instead of 'auto': the layout that the solver takes, by its sum of costs, or the other one, if its
     schedule is shorter. With the trial that planned so, where there was one of all that is asked. passes: those that plan."""
-    wanted = planner.config.sequence_parallel
-    free = planner.given is None and not planner.config.passes and planner.config.planner_policy != "free"
-    if wanted != "auto" or planner.t == 1 or not free:
+    wanted = context.config.sequence_parallel
+    free = context.given is None and not context.config.passes and context.config.planner_policy != "free"
+    if wanted != "auto" or context.t == 1 or not free:
         return wanted, None
 
-    trial = _planned(program, planner, passes, wanted, planner.keeps_problem)
+    trial = _planned(program, context, passes, wanted, context.keeps_problem)
     if trial is None:
         return wanted, None
-    chosen = trial.planner.solved
-    other = _planned(program, planner, passes, not chosen.sequence_parallel, False)
+    chosen = trial.context.solved
+    other = _planned(program, context, passes, not chosen.sequence_parallel, False)
     if other is None:
         return wanted, trial
-    better = other.planner.solved
+    better = other.context.solved
     if chosen.sequence_parallel == better.sequence_parallel or better.step_us > (1 - LEAST_GAIN) * chosen.step_us:
         return wanted, trial
     times = f"{better.step_us:.0f} us by its schedule, against {chosen.step_us:.0f} us"
@@ -80,11 +84,11 @@ def sequence_parallel(program: Program, planner: Planner, passes: Sequence[Pass]
 
 
 def _planned(
-    program: Program, planner: Planner, passes: Sequence[Pass], wanted: bool | str, keeps_problem: bool
+    program: Program, context: CompileContext, passes: Sequence[Pass], wanted: bool | str, keeps_problem: bool
 ) -> Trial | None:
     """A plan of this rank alone; None where there is none."""
-    config = planner.config.replace(sequence_parallel=wanted)
+    config = context.config.replace(sequence_parallel=wanted)
     try:
-        return tried(program, planner, passes, config=config, agree=None, keeps_problem=keeps_problem)
+        return tried(program, context, passes, config=config, agree=None, keeps_problem=keeps_problem)
     except PlanError:
         return None

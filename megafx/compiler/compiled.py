@@ -28,7 +28,7 @@ from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.lower.schedule_offload import schedule_offload
-from megafx.planner.context import Gradients, Planner
+from megafx.planner.context import CompileContext, Gradients
 from megafx.planner.plan import Plan
 from megafx.units import bytes_text
 
@@ -46,12 +46,12 @@ class Compiled:
     """One graph of a model, the same on every rank. program: lowered, joint where gradients are taken."""
 
     program: Program
-    planner: Planner
+    context: CompileContext
     runner: Runner | None = None  # which has run its passes so far
 
     @property
     def plan(self) -> Plan:
-        return self.planner.solved
+        return self.context.solved
 
     @property
     def wrt(self) -> list[int]:
@@ -72,11 +72,11 @@ class Compiled:
 
     def keeping_casts(self) -> Compiled:
         """The form that keeps casts of weights until one changes, for steps of several micro-batches."""
-        return Compiled(self.program, replace(self.planner, keeps_casts=True))
+        return Compiled(self.program, replace(self.context, keeps_casts=True))
 
     def casts_fit(self) -> tuple[bool, str]:
         """(True if the device has room for a step of this form, the numbers in words)."""
-        predicted, there = self.memory(), self.planner.device_bytes
+        predicted, there = self.memory(), self.context.device_bytes
         text = f"{bytes_text(predicted.casts)} of casts, {bytes_text(predicted.peak)} in all by the model of memory"
         if there is None:
             return True, text
@@ -86,15 +86,15 @@ class Compiled:
     def executable(self, gathered: KeptValues | None = None, casts: KeptValues | None = None) -> Executable:
         """What this rank runs. gathered, casts: what the graphs of the model have gathered and cast of parameters, and keep."""
         program = self.program.copy()
-        made = _executable(program, self.planner, self.runner or runner_of(self.planner, "lowered"), gathered, casts)
+        made = _executable(program, self.context, self.runner or runner_of(self.context, "lowered"), gathered, casts)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
-        wanted = self.planner.config.cuda_graphs
+        wanted = self.context.config.cuda_graphs
         if wanted is False:
             return made
         note = partial(self.program.note, "cuda graphs")
         if not torch.cuda.is_available():
             note("calls run op by op: there is no CUDA device")
-        elif self.planner.config.cpu_offloading:
+        elif self.context.config.cpu_offloading:
             note("calls run kernel by kernel: copies of cpu_offloading are on streams of their own")
         else:
             made = made.recorded(wanted is True, note)
@@ -102,32 +102,32 @@ class Compiled:
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
         """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
-        program, planner = self.program.copy(), replace(self.planner, axes=axes)
-        runner_of(planner, "lowered", quiet=True).run(program, passes_of(planner, "rank"))
+        program, context = self.program.copy(), replace(self.context, axes=axes)
+        runner_of(context, "lowered", quiet=True).run(program, passes_of(context, "rank"))
         return program
 
     def bound(self, axes: Mapping[str, AxisContext]) -> Program:
         """BOUND: the graph of the rank at this place, before it is cut into forward and backward."""
-        program, planner = self.program.copy(), replace(self.planner, axes=axes)
+        program, context = self.program.copy(), replace(self.context, axes=axes)
         for step in (drop_expert_values, bind_mesh):
-            step(program, planner)
+            step(program, context)
         return program
 
     def with_gradients(self, gradients: Gradients) -> Compiled:
         """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`)."""
         assert self.program.before_reduction is not None
-        program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
-        runner = runner_of(planner, "before_reduction")
+        program, context = self.program.before_reduction.copy(), replace(self.context, gradients=gradients)
+        runner = runner_of(context, "before_reduction")
         with alone():
-            runner.run(program, since(add_pending, passes_of(planner, "communication")))
-        return Compiled(program, planner, runner)
+            runner.run(program, since(add_pending, passes_of(context, "communication")))
+        return Compiled(program, context, runner)
 
     def deferred(self, executable: Executable, gradients: Gradients) -> tuple[Executable, list[Pending]]:
         """What this rank runs of another backward than that of `executable`, and the gradients that it takes in addition."""
         other = self.with_gradients(gradients)
         program = other.program
         assert other.runner is not None
-        made = _executable(program, other.planner, other.runner)
+        made = _executable(program, other.context, other.runner)
         assert made.takes_what(executable), "the backward graphs of one call keep the same"
         late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
         return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
@@ -138,8 +138,8 @@ class Compiled:
         """Predicted memory of one rank, as `analysis.memory.memory` says. axes: its place, where that is known."""
         program = self.program.copy() if axes is None else self.bound(axes)
         for step in (keep_casts, partition, schedule_offload, regather, reuse_buffers):
-            step(program, self.planner)
-        with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
+            step(program, self.context)
+        with program.sizes.at_call() if self.context.at_call else contextlib.nullcontext():
             return memory(program, optimizer, held)
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
@@ -147,8 +147,8 @@ class Compiled:
         if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
             return communication(self.program, self.plan.t, sizes)
         program = self.program.copy()
-        partition(program, self.planner)
-        regather(program, self.planner)
+        partition(program, self.context)
+        regather(program, self.context)
         assert program.partition is not None
         found = []
         for direction, part in (("forward", program.partition.forward), ("backward", program.partition.backward)):
@@ -160,12 +160,12 @@ class Compiled:
 
 def _executable(
     program: Program,
-    planner: Planner,
+    context: CompileContext,
     runner: Runner,
     gathered: KeptValues | None = None,
     casts: KeptValues | None = None,
 ) -> Executable:
     with alone():
-        runner.run(program, passes_of(planner, "rank"))
-    axes = planner.axes
+        runner.run(program, passes_of(context, "rank"))
+    axes = context.axes
     return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered, casts)

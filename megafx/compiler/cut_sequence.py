@@ -36,7 +36,7 @@ from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import R
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import cost_kind
 from megafx.rules.candidates import HEADS
 from megafx.units import bytes_text
@@ -46,18 +46,18 @@ NAME = "cut_sequence"
 sdpa, megafx_attention = torch.ops.aten.scaled_dot_product_attention.default, torch.ops.megafx.attention.default
 
 
-def cut_sequence(program: Program, planner: Planner) -> int:
+def cut_sequence(program: Program, context: CompileContext) -> int:
     """Return the number of transitions of the context-parallel axis. Raises PlanError where there is no sequence to cut."""
-    if planner.data is None or planner.data.context == 1:
+    if context.data is None or context.data.cp == 1:
         return 0
-    if program.batch is not None and program.batch.context > 1:  # a stage of a pipeline was cut with the whole
+    if program.batch is not None and program.batch.cp > 1:  # a stage of a pipeline was cut with the whole
         return 0
     if program.batch is None:
         program.batch = Batch(1, {}, (R,) * len(program.outputs), any(spec.loss for spec in program.outputs), True)
     names = [name for name in program.sizes.symbols if name == "seq" or name.startswith("target")]
     if not names and _has_rows_of_tokens(program):
         names = ["batch"]
-    if not planner.training and (not names or any(spec.cache for spec in program.outputs)):
+    if not context.training and (not names or any(spec.cache for spec in program.outputs)):
         program.note(
             "context parallel",
             "without gradients, and with a key-value cache or one token, each rank computes the whole",
@@ -69,17 +69,17 @@ def cut_sequence(program: Program, planner: Planner) -> int:
             fix="give token ids [batch, sequence] (or [tokens]) of several tokens to a model that takes any number of them (no "
             "loop over them), or set context_parallel_size to 1",
         )
-    program.batch = replace(program.batch, context=planner.data.context, equal=True, axes=planner.data.mesh)
+    program.batch = replace(program.batch, cp=context.data.cp, equal=True, axes=context.data.mesh)
     _count_queries(program)
     _name_axis_of_draws(program, CONTEXT_AXIS)
-    config = planner.config.replace(  # outputs are whole on every rank, those beside a loss too
+    config = context.config.replace(  # outputs are whole on every rank, those beside a loss too
         planner_policy="free", overrides={}, sequence_parallel=False, gather_outputs=True, differentiable_outputs=True
     )
     params = {spec.name: R for spec in program.inputs if spec.kind == "param"}
     attentions = _attentions(program)
-    axis = Planner(
-        config, planner.data.context, planner.hardware, None, planner.wants_grad, params, axis=CONTEXT_AXIS, cuts=names,
-        head_tail=any(map(_sees_what_came_before, attentions)), by_heads=_may_exchange_heads(program, planner, attentions),
+    axis = CompileContext(
+        config, context.data.cp, context.hardware, None, context.wants_grad, params, axis=CONTEXT_AXIS, cuts=names,
+        head_tail=any(map(_sees_what_came_before, attentions)), by_heads=_may_exchange_heads(program, context, attentions),
         always_by_heads=config.cp_comm_type == "a2a",
     )  # fmt: skip
     plan_sharding(program, axis)
@@ -100,7 +100,7 @@ def cut_sequence(program: Program, planner: Planner) -> int:
     for i, spec in enumerate(program.outputs):
         program.outputs[i] = replace(spec, placement=None)
     _name_axis_of_draws(program, TENSOR_AXIS)
-    if planner.t > 1:
+    if context.t > 1:
         _say_what_draws(program)
     program.phase = Phase.CANONICAL
     return count
@@ -134,14 +134,14 @@ def _sees_what_came_before(attention: fx.Node) -> bool:
     return bool(causal and not argument(attention, "window"))
 
 
-def _may_exchange_heads(program: Program, planner: Planner, attentions: list[fx.Node]) -> list[fx.Node]:
+def _may_exchange_heads(program: Program, context: CompileContext, attentions: list[fx.Node]) -> list[fx.Node]:
     """Those whose ranks may have some of the heads each, instead of some of the queries; a note where the user asks in vain.
 
     Key-value heads go with their query heads. Where 'auto' chooses, tensor-parallel ranks have whole groups of both as well:
     else they would gather q, k and v first, which this axis' prices do not know.
     """
-    assert planner.data is not None
-    ranks, wanted = planner.data.context, planner.config.cp_comm_type
+    assert context.data is not None
+    ranks, wanted = context.data.cp, context.config.cp_comm_type
     found = list[fx.Node]()
     for node in attentions if wanted != "all_gather" else ():
         heads = node.args[1].meta[VAL].shape[HEADS]
@@ -150,7 +150,7 @@ def _may_exchange_heads(program: Program, planner: Planner, attentions: list[fx.
                 has = f"{heads} key-value head{'s' * (heads != 1)}, fewer than the {ranks} ranks of '{CONTEXT_AXIS}'"
                 found_out = f"attention has {has}: keys and values are gathered, not heads exchanged"
                 program.note("context parallel", found_out, node)
-        elif wanted == "a2a" or heads % (ranks * planner.t) == 0:
+        elif wanted == "a2a" or heads % (ranks * context.t) == 0:
             found.append(node)
             if heads % ranks:
                 held = f"{heads} key-value heads on {ranks} ranks: each computes {-(-heads // ranks)}, some of them padding"
@@ -192,7 +192,7 @@ def _say_what_draws(program: Program) -> None:
             program.note("context parallel", found, node)
 
 
-def _say_where_it_is_gathered(program: Program, axis: Planner) -> None:
+def _say_where_it_is_gathered(program: Program, axis: CompileContext) -> None:
     """What keys and values take, and a note for each other op that has the sequence whole."""
     total, others = 0, dict[fx.Node, int]()
     for node in program.graph.nodes:

@@ -49,7 +49,7 @@ from megafx.passes.plan.place_axes import Policy, Typer, place_axes
 from megafx.passes.plan.statistics import spell_out_statistics
 from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, MICRO_AXIS
 from megafx.placements.types import I, Placement, R
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 eager_call = torch.ops.megafx.eager_call.default
 NAME = "cut_stages"
@@ -101,7 +101,7 @@ class StageGraph:
 # -- one micro-batch of the whole
 
 
-def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
+def share_out(program: Program, context: CompileContext, microbatches: int) -> Whole:
     """CAPTURED program of all rows of a rank -> its micro-batches. The loss is the only output that is kept.
 
     Raises PlanError where the call has no loss, where one micro-batch needs values of others, and for code that stays eager.
@@ -119,7 +119,7 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
     program.output_node().args = (tuple(results[i] for i in kept),)
     program.erase_unused()
     with alone():
-        runner_of(planner, quiet=True).run(program, before(place_axes, passes_of(planner, "planning")))
+        runner_of(context, quiet=True).run(program, before(place_axes, passes_of(context, "planning")))
     for node in program.graph.nodes:
         if node.target is eager_call:
             raise PlanError(
@@ -127,8 +127,8 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
                 fix="Config(uncaptured='error') names the line that cannot be captured: change it, or use no stages",
                 **located(node),
             )
-    if planner.config.data_parallel_loss == "average":
-        return _average(program, planner, microbatches)
+    if context.config.data_parallel_loss == "average":
+        return _average(program, context, microbatches)
     changed = next((spec.name for spec in program.outputs if spec.kind == "mutation"), None)
     if changed is not None:
         what = f"each micro-batch would change buffer '{changed}', which one process changes once for the whole batch"
@@ -145,7 +145,7 @@ def share_out(program: Program, planner: Planner, microbatches: int) -> Whole:
     rows, program.batch = {name: placement.dim for name, placement in program.batch.inputs.items()}, None
     totals = _settle_moves(program, microbatches)
     _of_microbatch(program, symbol, microbatches)
-    return Whole(_of_a_rank(program, planner), rows, totals)
+    return Whole(_of_a_rank(program, context), rows, totals)
 
 
 def _of_microbatch(program: Program, batch: sympy.Symbol, microbatches: int) -> None:
@@ -154,19 +154,19 @@ def _of_microbatch(program: Program, batch: sympy.Symbol, microbatches: int) -> 
     of_call[batch] = max(of_call.get(batch, 1) // microbatches, 1)
 
 
-def _of_a_rank(program: Program, planner: Planner) -> Program:
+def _of_a_rank(program: Program, context: CompileContext) -> Program:
     """That of one rank of the axes outside of the tensor-parallel one, so that stages send each other what this rank has.
     Passes run on it once more: it is what a capture could have given."""
     with alone(), own_functional():
-        place_axes(program, planner)
-        cut_sequence(program, planner)
+        place_axes(program, context)
+        cut_sequence(program, context)
     program.erase_unused()
     program.graph.lint()
     program.phase = Phase.CAPTURED
     return program
 
 
-def _average(program: Program, planner: Planner, microbatches: int) -> Whole:
+def _average(program: Program, context: CompileContext, microbatches: int) -> Whole:
     """Each micro-batch has a loss of its own rows, of which the mean is taken."""
     symbol = program.sizes.symbols.get("batch")
     if symbol is not None:
@@ -178,7 +178,7 @@ def _average(program: Program, planner: Planner, microbatches: int) -> Whole:
             if symbol in sizes:
                 rows[spec.name] = sizes.index(symbol)
     _divide_loss(program, microbatches)
-    return Whole(_of_a_rank(program, planner), rows)
+    return Whole(_of_a_rank(program, context), rows)
 
 
 def _divide_loss(program: Program, microbatches: int) -> None:

@@ -1,6 +1,6 @@
 """Runs an ordered list of passes over a program: timing, logging, dumping, checking, skipping. Knows no pass by name.
 
-A pass is a function `(program, planner) -> number of changes` whose module says `REQUIRES` (the phase, or phases, that it
+A pass is a function `(program, context) -> number of changes` whose module says `REQUIRES` (the phase, or phases, that it
 accepts) and `ENSURES` (the phase that it leaves; absent where it leaves the one it found).
 """
 
@@ -21,12 +21,12 @@ from megafx.ir import dump
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.contracts import verify
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.progress import stage
 from megafx.versions import version_of
 
 ABOUT = "about.json"  # in a dump folder
-PassFunction = Callable[[Program, Planner], int]
+PassFunction = Callable[[Program, CompileContext], int]
 
 
 class Check(Protocol):
@@ -104,18 +104,18 @@ class Dumps:
             (self.folder / f"{self.count:02d}_{name}.txt").write_text(graph_text + "\n")
         self.count += 1
 
-    def describe(self, planner: Planner) -> None:
+    def describe(self, context: CompileContext) -> None:
         """What was compiled, for `megafx.replay`: about.json."""
         if self.folder is not None:
             versions = {"megafx": version_of("megafx"), "torch": version_of("torch")}
             made = {
-                "t": planner.t,
-                "hardware": planner.config.hardware or planner.hardware.name,
-                "training": planner.training,
+                "t": context.t,
+                "hardware": context.config.hardware or context.hardware.name,
+                "training": context.training,
             }
-            made |= {"data": None if planner.data is None else asdict(planner.data), "fixed": sorted(planner.fixed)}
-            made |= {"plan": None if planner.given is None else json.loads(planner.given.to_json())}
-            about = {"versions": versions, **made, "config": planner.config.to_dict()}
+            made |= {"data": None if context.data is None else asdict(context.data), "fixed": sorted(context.fixed)}
+            made |= {"plan": None if context.given is None else json.loads(context.given.to_json())}
+            about = {"versions": versions, **made, "config": context.config.to_dict()}
             (self.folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -154,9 +154,9 @@ class Runner:
     """
 
     def __init__(
-        self, planner: Planner, known: Sequence[str] = (), settings: Debug | None = None, start: str = "capture"
+        self, context: CompileContext, known: Sequence[str] = (), settings: Debug | None = None, start: str = "capture"
     ) -> None:
-        self.planner, self.known, self.start = planner, known, start
+        self.context, self.known, self.start = context, known, start
         self.settings = current() if settings is None else settings
         self.records: list[PassRecord] = []
         self.dumps = _dumps(self.settings)
@@ -174,7 +174,7 @@ class Runner:
         text = _text(program) if wants_text else ""
         if not self.records:
             self.dumps.write(self.start, text)
-            self.dumps.describe(self.planner)
+            self.dumps.describe(self.context)
         if check is not None:
             check.start(program)
         for step in passes:
@@ -201,7 +201,7 @@ class Runner:
                 raise PipelineStopped(step.name, program)
         program.graph.lint()
         program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
-        if program.partition is not None and any(step.is_users(self.planner.config) for step in passes):
+        if program.partition is not None and any(step.is_users(self.context.config) for step in passes):
             parts = program.partition
             for gm in (parts.forward, parts.backward, parts.last_backward, parts.lazy_graph):
                 if gm is not None:
@@ -210,10 +210,10 @@ class Runner:
 
     def _run(self, step: Pass, index: int, program: Program) -> PassRecord:
         nodes, phase = len(program.graph.nodes), program.phase
-        whole = _calls(program) if program.partition is not None and step.is_users(self.planner.config) else None
+        whole = _calls(program) if program.partition is not None and step.is_users(self.context.config) else None
         start = time.perf_counter()
         with no_autocast(), stage(step.name):
-            changes = step.run(program, self.planner)
+            changes = step.run(program, self.context)
         duration_ms = 1e3 * (time.perf_counter() - start)
         expected = phase if step.ensures is None else step.ensures
         if program.phase != expected:

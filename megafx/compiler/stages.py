@@ -1,6 +1,6 @@
 """The pipeline: every pass of a compile, in its order. Read the lists top to bottom; pipeline.py runs them.
 
-A pass is a function `(program, planner) -> number of changes`, which changes the program in place. It returns 0 where it has
+A pass is a function `(program, context) -> number of changes`, which changes the program in place. It returns 0 where it has
 nothing to do, as those of data parallelism have on one rank.
 """
 
@@ -71,40 +71,40 @@ from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_axes import place_axes
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.passes.recompute.choose_kept import choose_kept
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.timeline import graphs_pay, timeline
 from megafx.report.alternatives import price_alternatives
 from megafx.report.describe import describe
 from megafx.report.report import refresh_notes
 
 
-def describe_plan(program: Program, planner: Planner) -> int:
+def describe_plan(program: Program, context: CompileContext) -> int:
     """Make the report of the plan, which `megafx.explain` shows."""
-    report = planner.solved.report = describe(program, planner)
-    report.costed = costed_graph(program, planner)
+    report = context.solved.report = describe(program, context)
+    report.costed = costed_graph(program, context)
     report.step = timeline(report.costed)
-    planner.solved.step_us = report.step.total_us
+    context.solved.step_us = report.step.total_us
     report.header["modelled step"] = f"{report.step.total_us:.0f} us"
-    if planner.config.cuda_graphs == "auto":
-        pays, why = graphs_pay(report.step, planner.hardware)
+    if context.config.cuda_graphs == "auto":
+        pays, why = graphs_pay(report.step, context.hardware)
         expected = "expects CUDA graphs to pay" if pays else "expects no gain of CUDA graphs"
         program.note("cuda graphs", f"'auto' {expected} at the sizes that are priced ({why}); calls are measured")
         refresh_notes(report, program.notes)
-    if planner.problem is not None:
-        price_alternatives(report.costed, planner.problem, planner.solved)
+    if context.problem is not None:
+        price_alternatives(report.costed, context.problem, context.solved)
     return 0
 
 
-def check_types(program: Program, planner: Planner) -> int:
+def check_types(program: Program, context: CompileContext) -> int:
     """Derive the placement of every value of the joint graph from its operands, and compare with what is promised."""
     if current().check:
         types.check_batch_types(program)
-    if planner.t == 1:
+    if context.t == 1:
         return 0  # all placements mean the same
     try:
-        types.check_types(program, planner.solved, planner.t)
+        types.check_types(program, context.solved, context.t)
     except PlacementError as error:
-        if current().check or planner.config.passes:
+        if current().check or context.config.passes:
             raise
         # It reads local shapes, which can be ambiguous: a refusal is no proof: it is a note, and does not stop the user.
         what = f"the type checker cannot confirm this graph: {error.found}; megafx.verify compares it with eager"
@@ -201,10 +201,10 @@ def pipeline(config: Config) -> dict[str, list[Pass]]:
     return stages
 
 
-def passes_of(planner: Planner, *stages: str) -> list[Pass]:
+def passes_of(context: CompileContext, *stages: str) -> list[Pass]:
     """The passes that a graph goes through in these stages."""
-    found = pipeline(planner.config)
-    return [p for stage in stages if planner.training or stage != "backward" for p in found[stage]]
+    found = pipeline(context.config)
+    return [p for stage in stages if context.training or stage != "backward" for p in found[stage]]
 
 
 def before(function: PassFunction, passes: Iterable[Pass]) -> list[Pass]:
@@ -219,11 +219,11 @@ def since(function: PassFunction, passes: Iterable[Pass]) -> list[Pass]:
     return found[[p.run for p in found].index(function) :]
 
 
-def runner_of(planner: Planner, start: str = "capture", *, quiet: bool = False, stops: bool = True) -> Runner:
+def runner_of(context: CompileContext, start: str = "capture", *, quiet: bool = False, stops: bool = True) -> Runner:
     """start: what its first dump is called. quiet: nothing is logged or dumped. stops: where MEGAFX_STOP_AFTER says.
 
     Flags may name any pass of the pipeline, also where this graph has no need of it.
     """
-    names = [p.name for stage in pipeline(planner.config).values() for p in stage]
+    names = [p.name for stage in pipeline(context.config).values() for p in stage]
     settings = replace(current(), level=0, dump=None) if quiet else current()
-    return Runner(planner, names, settings if stops else replace(settings, stop_after=None), start)
+    return Runner(context, names, settings if stops else replace(settings, stop_after=None), start)

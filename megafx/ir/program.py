@@ -132,7 +132,7 @@ class Batch:
     # ranks that cut the sequence of each part of the batch (`cut_sequence`); what enters and leaves the graph is the same
     # on each of them, but for gradients of parameters, of which they have summands, and for what a stage of a pipeline
     # gets and gives: context_inputs and context_outputs are their placements on that axis
-    context: int = 1
+    cp: int = 1
     context_inputs: Mapping[str, Placement] = field(default_factory=dict)
     context_outputs: tuple[Placement, ...] = ()
     # parameters of which a rank has its experts alone, as in a plan (`hold_experts`)

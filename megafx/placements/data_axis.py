@@ -8,7 +8,7 @@
 With `shard_ranks` less than `ranks`, shards are of that many ranks, and groups of them hold copies (HSDP): gradients are
 reduce-scattered within a group and all-reduced between groups.
 
-Ranks that cut the sequence of one part of the batch share parameters too: a copy is held by `shard_ranks` groups of `context`
+Ranks that cut the sequence of one part of the batch share parameters too: a copy is held by `shard_ranks` groups of `cp`
 ranks. (So does torchtitan, whose axis `dp_shard_cp` this is.)
 """
 
@@ -83,7 +83,7 @@ class DataAxis:
     bucket_bytes: int = 25 * 2**20  # gradients are reduced together until they are this many
     # ranks that cut the sequence of each part of the batch; their gradients are summed with those of the others, and they
     # hold shards of a copy with them, but for experts
-    context: int = 1
+    cp: int = 1
     # of `ranks`, those that share out the experts of mixtures, whole ones; with a form that shards, of `shard_ranks`, and
     # those of these that have the same experts hold shards of them
     experts: int = 1
@@ -98,9 +98,9 @@ class DataAxis:
             )
             raise ConfigError(found, fix=f"set data_parallel_size to a multiple of {experts}")
         shard = 1 if form == DDP else config.data_parallel_shard_size or ranks
-        context = config.context_parallel_size
-        made = cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20, context, experts)
-        return made if ranks > 1 or context > 1 else None
+        cp = config.context_parallel_size
+        made = cls(ranks, form, shard, config.data_parallel_bucket_mib * 2**20, cp, experts)
+        return made if ranks > 1 or cp > 1 else None
 
     @classmethod
     def of_context(cls, config: Config) -> DataAxis | None:
@@ -108,7 +108,7 @@ class DataAxis:
         for one."""
         if config.expert_model_parallel_size > 1:
             return cls.of(config)
-        return cls(1, context=config.context_parallel_size) if config.context_parallel_size > 1 else None
+        return cls(1, cp=config.context_parallel_size) if config.context_parallel_size > 1 else None
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -122,12 +122,12 @@ class DataAxis:
             }
         elif self.sharded:
             sizes = {REPLICA_AXIS: self.replicas, SHARD_AXIS: self.shard_ranks}
-        return sizes | ({CONTEXT_AXIS: self.context} if self.context > 1 else {})
+        return sizes | ({CONTEXT_AXIS: self.cp} if self.cp > 1 else {})
 
     @property
     def alike(self) -> int:
         """Ranks that have the same experts, those of a sequence too: their gradients of experts are summed."""
-        return self.ranks * self.context // self.experts
+        return self.ranks * self.cp // self.experts
 
     @property
     def same_experts(self) -> int:
@@ -137,7 +137,7 @@ class DataAxis:
     @property
     def sharing(self) -> int:
         """Ranks that hold one copy of the parameters, tensor-parallel ones not counted."""
-        return 1 if self.form == DDP else self.shard_ranks * self.context
+        return 1 if self.form == DDP else self.shard_ranks * self.cp
 
     @property
     def sharded(self) -> bool:
@@ -147,12 +147,12 @@ class DataAxis:
     @property
     def shard_axis(self) -> str:
         """The axis of the ranks that hold one copy."""
-        return SHARD_AXIS if self.context == 1 else CONTEXT_SHARD_AXIS
+        return SHARD_AXIS if self.cp == 1 else CONTEXT_SHARD_AXIS
 
     @property
     def copy_axis(self) -> str:
         """The axis of these with their tensor-parallel ranks."""
-        return COPY_AXIS if self.context == 1 else CONTEXT_COPY_AXIS
+        return COPY_AXIS if self.cp == 1 else CONTEXT_COPY_AXIS
 
     @property
     def replicas(self) -> int:

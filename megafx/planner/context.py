@@ -1,4 +1,4 @@
-"""`Planner`, the record of one compile, and what its passes ask of it."""
+"""`CompileContext`, the record of one compile, and what its passes ask of it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Gradients = Literal["reduce", "hold", "add", "accumulate"]
 
 
 @dataclass
-class Planner:
+class CompileContext:
     """One compile: what is asked, and what has been decided so far. Every pass takes it as its second argument."""
 
-    config: Config
-    t: int  # tensor-parallel ranks
-    hardware: Hardware
-    data: DataAxis | None = None
+    config: Config  # what the user asked for
+    t: int  # ranks of the axis that is planned
+    hardware: Hardware  # what times are priced by
+    data: DataAxis | None = None  # data- and context-parallel ranks; None: one
     wants_grad: Callable[[Input], bool] | None = None  # None: a graph without backward
     fixed: dict[str, Placement] = field(default_factory=dict)  # storage that an earlier graph has settled; caches, too
     fixed_experts: dict[str, int] | None = None  # `experts`, where an earlier graph has settled them
@@ -55,13 +55,13 @@ class Planner:
     # decided by dispatch_experts
     experts: dict[str, int] = field(default_factory=dict)  # parameters of which a rank needs its experts alone
     # decided by plan_sharding
-    plan: Plan | None = None
-    rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    plan: Plan | None = None  # the strategy of each op, the placement of each parameter
+    rules: dict[fx.Node, OpRule] = field(default_factory=dict)  # how each planned op may be cut
     differentiable: set[fx.Node] = field(default_factory=set)  # values that get a gradient
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
-    weights: set[fx.Node] = field(default_factory=set)
+    weights: set[fx.Node] = field(default_factory=set)  # parameters and views of them
     in_fp8: set[fx.Node] = field(default_factory=set)  # linears that are priced so
-    accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
+    accepts: dict[fx.Node, Accepts] = field(default_factory=dict)  # placements at which outputs may leave
     keeps_problem: bool = False  # for a report that prices alternatives
     problem: Any = None  # the Problem without policies and overrides, where it is kept
 
@@ -142,17 +142,17 @@ def price_workload(program: Program, config: Config) -> None:
                 sizes.workload_of[symbol] = known or config.seq_length
 
 
-def declines(program: Program, planner: Planner) -> Declines | None:
+def declines(program: Program, context: CompileContext) -> Declines | None:
     """For `rewrite`: the reason why a match is left as it is, or ''; None where nothing was measured.
 
     Judged at the workload that the planner prices: before planning that is the same on any number of ranks. Numbers do not
     depend on what is chosen: a dropout that would draw other bits when fused is fused whatever was measured.
     """
-    profile = planner.fusions
+    profile = context.fusions
     if profile is None:
         return None
-    price_workload(program, planner.config)
-    mode = mode_of(planner.config.compile is True, planner.training)
+    price_workload(program, context.config)
+    mode = mode_of(context.config.compile is True, context.training)
     redraw = {p.name for p in registered_patterns() if p.redraws}
     redraw |= profile.needed_by(redraw)
 

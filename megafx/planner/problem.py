@@ -25,7 +25,7 @@ from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.placements.types import I, P, Placement, R, S
-from megafx.planner.context import Accepts, Planner, accepts, output_placement
+from megafx.planner.context import Accepts, CompileContext, accepts, output_placement
 from megafx.planner.cost import (
     PARTIAL_GRADIENT_TIE_SECONDS,
     PARTIAL_TIE_SECONDS,
@@ -60,7 +60,7 @@ class Problem:
     """domains: the strategies of each op and parameter."""
 
     program: Program
-    planner: Planner
+    context: CompileContext
     domains: dict[fx.Node, list[Strategy]]
     policy: Policy
     params: set[fx.Node] = field(default_factory=set)
@@ -88,16 +88,16 @@ class Problem:
         if not self.policy.allows_transition(node, src, dst):
             return math.inf
         value = node.meta[VAL]
-        grad = node in self.planner.differentiable
+        grad = node in self.context.differentiable
         is_param = node in self.params
         pieces = self.in_pieces(node, src) or self.in_pieces(node, dst)
         key: Any = (src, dst, pieces)
         if key not in self._memo:
-            t, same_dim = self.planner.t, src.is_shard and src.dim == dst.dim
+            t, same_dim = self.context.t, src.is_shard and src.dim == dst.dim
             self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t), pieces)
         key = (self.numel(node), value.dtype.itemsize, self._memo[key], grad, is_param)
         if key not in self._memo:
-            sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
+            sizes = (self.numel(node), value.dtype.itemsize, self.context.hardware, self.context.t)
             known = {"needs_grad": grad, "is_param": is_param, "in_pieces": pieces}
             self._memo[key] = transition_seconds(src, dst, *sizes, **known)
         return self._memo[key]
@@ -129,7 +129,7 @@ class Problem:
         """Fill params, uses, values and tables from the domains."""
         self.params = {n for n, spec in self.program.input_nodes() if spec.kind == "param"}
         uses: dict[fx.Node, list[Use]] = defaultdict(list)
-        for node, rule in self.planner.rules.items():
+        for node, rule in self.context.rules.items():
             for index, operand in enumerate(rule.operands):
                 if operand.active:
                     uses[operand.node].append(Use(node, index))
@@ -158,14 +158,14 @@ class Problem:
     def _unary(self, node: fx.Node) -> np.ndarray:
         if node.op == "placeholder":
             key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
-            paid = node in self.params and self.planner.training
-            price = optimizer_seconds(self.numel(node), self.planner.hardware) if paid else 0.0
-            shares = [share(s.out, self.planner.t) for s in self.domains[node]]
+            paid = node in self.params and self.context.training
+            price = optimizer_seconds(self.numel(node), self.context.hardware) if paid else 0.0
+            shares = [share(s.out, self.context.t) for s in self.domains[node]]
             return self._cached(key, lambda: price * np.array(shares))
-        rule = self.planner.rules[node]
+        rule = self.context.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         size = sum(map(self.numel, self._made(node, rule)))
-        in_fp8 = node in self.planner.in_fp8
+        in_fp8 = node in self.context.in_fp8
         key = ("op", str(node.target), self._domain_id(node), operands, size, contraction(self.program, rule), in_fp8)
         return self._cached(key, lambda: self._op_costs(node, rule))
 
@@ -180,11 +180,11 @@ class Problem:
             out_itemsize=made[0].meta[VAL].dtype.itemsize,
             operand_bytes=operand_bytes,
             contraction=contraction(self.program, rule),
-            hardware=self.planner.hardware,
-            training=self.planner.training,
-            dtype=FLOAT8 if node in self.planner.in_fp8 else None,
+            hardware=self.context.hardware,
+            training=self.context.training,
+            dtype=FLOAT8 if node in self.context.in_fp8 else None,
         )
-        shares = np.array([share_of_op(s, op_name(node), self.planner.t) for s in self.domains[node]])
+        shares = np.array([share_of_op(s, op_name(node), self.context.t) for s in self.domains[node]])
         ties = {P: PARTIAL_TIE_SECONDS, R: PARTIAL_GRADIENT_TIE_SECONDS}
         return seconds * shares + np.array([ties.get(s.out, 0.0) for s in self.domains[node]])
 
@@ -195,7 +195,7 @@ class Problem:
         return [n for n in results_of(node, rule) if n is not None and isinstance(n.meta[VAL], torch.Tensor)]
 
     def _add_uses(self, node: fx.Node) -> None:
-        uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
+        uses, leaves = self.uses.get(node, []), self.context.accepts.get(node)
         if not uses and leaves is None:
             return
         produced = [s.out for s in self.domains[node]]
@@ -218,7 +218,7 @@ class Problem:
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
         """Price of leaving the graph: 0 if the output may have one of these placements, else a transition to such a one."""
-        wanted = self.planner.accepts[node]
+        wanted = self.context.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
         return min(self.transition_seconds(node, p, output_placement(wanted)) for p in (src, *others))
@@ -297,7 +297,7 @@ class Problem:
 
     def plan_of(self, assignment: dict[Any, int]) -> Plan:
         """The Plan that an assignment of all op variables means (value variables are used where assigned)."""
-        plan = Plan(t=self.planner.t, axis=self.planner.axis)
+        plan = Plan(t=self.context.t, axis=self.context.axis)
         chosen = {n: d[assignment["op", n]] for n, d in self.domains.items()}
         for node, strategy in chosen.items():
             if node.op == "call_function":
@@ -318,7 +318,7 @@ class Problem:
         wanted = [p for p in wanted if p != src]
         if node in self.values and ("val", node) in assignment:
             wanted = list(self.values[node][assignment["val", node]][1])
-        leaves = self.planner.accepts.get(node)
+        leaves = self.context.accepts.get(node)
         if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
             wanted.append(output_placement(leaves))
         return self.tree(node, src, tuple(wanted))[1]
@@ -384,7 +384,7 @@ def alternatives(problem: Problem, plan: Plan, solution: Solution) -> Iterator[s
     Each is priced by what the best plan that uses it adds to a step. Layers that differ in their index alone are priced once.
     """
     seen: set[tuple[str, str]] = set()
-    for node, rule in problem.planner.rules.items():
+    for node, rule in problem.context.rules.items():
         kind = re.sub(r"\.\d+(?=\.|$)", ".*", fqn_of(node)), str(node.target)
         if kind in seen or not any(o.node in problem.policy.weights for o in rule.operands):
             continue
@@ -420,7 +420,7 @@ class Neighbourhood:
     def cost(self, node: fx.Node, index: int) -> tuple[float, list[tuple[fx.Node, Transition]]]:
         """(seconds, transitions) with strategy `index` of the op's domain."""
         strategy, problem = self.problem.domains[node][index], self.problem
-        rule = problem.planner.rules[node]
+        rule = problem.context.rules[node]
         seconds, moves = float(problem._unary(node)[index]), []
         for value in dict.fromkeys([*(o.node for o in rule.operands if o.active), node]):
             wanted = _distinct(self._wanted(use, node, strategy) for use in problem.uses.get(value, []))
@@ -434,7 +434,7 @@ class Neighbourhood:
             for price, src in choices:
                 for others in self._made_of(value, src, wanted):
                     spent, made = problem.tree(value, src, others)
-                    if value in problem.planner.accepts:
+                    if value in problem.context.accepts:
                         spent += problem._leaving_seconds(value, src, others)
                     if price + spent < best[0]:
                         best = (price + spent, made)

@@ -24,12 +24,12 @@ def price_alternatives(costed: CostedGraph, problem: Problem, plan: Plan) -> Non
 
     problem: without policies, whose strategies have a price too; `why` has the reasons why they were taken away.
     """
-    nodes, around = {n.name: n for n in problem.planner.rules}, Neighbourhood(problem, plan)
+    nodes, around = {n.name: n for n in problem.context.rules}, Neighbourhood(problem, plan)
     for op in costed.nodes:
         if not op.has_weight:
             continue
         node = nodes[op.name]
-        rule, choice = problem.planner.rules[node], plan.ops[node.name]
+        rule, choice = problem.context.rules[node], plan.ops[node.name]
         weights = rule.weights(problem.policy.weights)
         rows = [(s.ins, s.out) for s in problem.domains[node]]
         if (choice.ins, choice.out) not in rows:
@@ -53,11 +53,11 @@ def price_alternatives(costed: CostedGraph, problem: Problem, plan: Plan) -> Non
 
 def _sent(problem: Problem, moves: Iterable[tuple[fx.Node, Transition]]) -> Sent:
     """Their collectives, forward and backward."""
-    planner, sent = problem.planner, Sent()
+    context, sent = problem.context, Sent()
     for node, move in moves:
         row, size = collectives(move.src, move.dst), (problem.numel(node), node.meta[VAL].dtype.itemsize)
-        needs_grad = node in planner.differentiable
-        cost = transition_cost(move.src, move.dst, *size, planner.hardware, planner.t, needs_grad=needs_grad)
+        needs_grad = node in context.differentiable
+        cost = transition_cost(move.src, move.dst, *size, context.hardware, context.t, needs_grad=needs_grad)
         for collective, moved in ((row.forward, cost.forward_bytes), (row.backward, cost.backward_bytes)):
             if collective != LOCAL and moved:
                 sent[collective, moved] += 1

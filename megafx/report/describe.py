@@ -17,52 +17,52 @@ from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
 from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import LOCAL, Owned, Placement
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import cost_kind, in_pieces
 from megafx.planner.costed import PricedTransition
 from megafx.planner.plan import INDEX
 from megafx.report.report import Line, Report, fused
 
 
-def describe(program: Program, planner: Planner) -> Report:
+def describe(program: Program, context: CompileContext) -> Report:
     """PLACED program -> Report."""
-    plan = planner.solved
-    calls = [n for n in program.graph.nodes if n.op == "call_function" and n in planner.rules]
-    rows = [row for node in calls if (row := _row(program, planner, node)) is not None]
+    plan = context.solved
+    calls = [n for n in program.graph.nodes if n.op == "call_function" and n in context.rules]
+    rows = [row for node in calls if (row := _row(program, context, node)) is not None]
     params = {}
     for node, spec in program.input_nodes():
         if spec.kind == "param":
             placement = plan.params[spec.name]
             shape = "x".join(str(n) for n in node.meta[VAL].shape)
             params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
-            transitions = _transitions(program, planner, node)
+            transitions = _transitions(program, context, node)
             if any(m.forward != LOCAL or m.backward != LOCAL for m in transitions):
                 style = "gradient all-reduce"
                 rows.append(Line(spec.name, "parameter", style, str(placement), shape, transitions, ""))
     removed: dict[str, int] = defaultdict(int)
     for removal in plan.removals:
         removed[removal.reason] += removal.count
-    _note_unknown_network(program, planner)
+    _note_unknown_network(program, context)
     _note_idle_ranks(program, plan.params, plan.t)
-    _note_shared_heads(program, planner, calls)
-    if planner.fusions is not None:
-        fusions = f"all but those that were slower as measured on {planner.fusions.device}"
+    _note_shared_heads(program, context, calls)
+    if context.fusions is not None:
+        fusions = f"all but those that were slower as measured on {context.fusions.device}"
     else:
-        profile = planner.config.fusion_profile
+        profile = context.config.fusion_profile
         fusions = (
-            "all (fusion_profile)" if profile is not None else f"all (no measurements for {planner.hardware.name})"
+            "all (fusion_profile)" if profile is not None else f"all (no measurements for {context.hardware.name})"
         )
     header = {
         "axis": f"{plan.axis}={plan.t}",
         "sequence_parallel": plan.sequence_parallel,
-        "workload": _workload(plan.workload, planner.config),
+        "workload": _workload(plan.workload, context.config),
         "hardware": plan.hardware,
         "fusions": fusions,
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
     if plan.sequence_parallel:
-        header["tokens"] = _tokens(program, planner, calls)
+        header["tokens"] = _tokens(program, context, calls)
     if program.batch is not None:
         summed, averaged = "summed: the loss is of all their rows", "averaged: each has a loss of its own rows"
         header["data-parallel ranks"] = (
@@ -72,11 +72,11 @@ def describe(program: Program, planner: Planner) -> Report:
     return Report(header, rows, params, dict(removed), notes, fusions=fused(program.fusions))
 
 
-def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str:
+def _tokens(program: Program, context: CompileContext, calls: Iterable[fx.Node]) -> str:
     """How ranks share the tokens. A note says where gathers and scatters of them copy, and why."""
     copied: dict[str, fx.Node] = {}
     for node in calls:
-        ends = [end for c in planner.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
+        ends = [end for c in context.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
         shape = program.sizes.shape(node.meta[VAL]) if ends else ()
         if any(in_pieces(p, shape) and p.dim < len(shape) - 1 for p in ends):
             copied.setdefault(INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
@@ -98,10 +98,10 @@ def _workload(sizes: dict[str, int], config: Config) -> str:
     return ", ".join(f"{k}={v}{' (default)' * (k in default)}" for k, v in sizes.items()) or "static"
 
 
-def _note_unknown_network(program: Program, planner: Planner) -> None:
+def _note_unknown_network(program: Program, context: CompileContext) -> None:
     """Note where ranks of an axis are on several hosts, and the profile does not know what these send each other."""
-    hardware, context = planner.hardware, 1 if planner.data is None else planner.data.context
-    for axis, ranks, inner in ((TENSOR_AXIS, planner.t, 1), (CONTEXT_AXIS, context, planner.t)):
+    hardware, cp = context.hardware, 1 if context.data is None else context.data.cp
+    for axis, ranks, inner in ((TENSOR_AXIS, context.t, 1), (CONTEXT_AXIS, cp, context.t)):
         if hardware.hosts(ranks, inner) > 1 and hardware.network_bytes_per_second is None:
             program.note(
                 "link",
@@ -124,17 +124,17 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
     program.notes += [note for note in notes if note not in program.notes]
 
 
-def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> None:
+def _note_shared_heads(program: Program, context: CompileContext, calls: Iterable[fx.Node]) -> None:
     """Note where ranks share key-value heads: their query heads are shards, k and v are whole."""
     found: dict[Any, Any] = {}
-    t = planner.t
+    t = context.t
     for node in calls:
-        choice = planner.solved.ops[node.name]
+        choice = context.solved.ops[node.name]
         if cost_kind(op_name(node)) != ATTENTION or not choice.out.is_shard or choice.ins[1].is_shard:
             continue
         if (heads := node.meta[VAL].shape[choice.out.dim]) != choice.out.cut.size or choice.out.dim != 1:
             continue
-        kv_heads, local = planner.rules[node].operands[1].node.meta[VAL].shape[1], choice.out.cut.local_size(t)
+        kv_heads, local = context.rules[node].operands[1].node.meta[VAL].shape[1], choice.out.cut.local_size(t)
         ranges = [piece for rank in range(t) for piece in choice.out.cut.pieces(rank, t)]
         if heads % kv_heads:
             continue
@@ -152,14 +152,14 @@ def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.No
     program.notes += [note for fqn, text in found.items() if (note := Note("heads", text, fqn)) not in program.notes]
 
 
-def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
-    choice = planner.solved.ops[node.name]
-    rule = planner.rules[node]
-    transitions = _transitions(program, planner, node)
+def _row(program: Program, context: CompileContext, node: fx.Node) -> Line | None:
+    choice = context.solved.ops[node.name]
+    rule = context.rules[node]
+    transitions = _transitions(program, context, node)
     communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in transitions)
-    weights = rule.weights(planner.weights)
-    has_weight = bool(weights) and node not in planner.weights
-    no_rule = rule.kind == "none" and node not in planner.owners
+    weights = rule.weights(context.weights)
+    has_weight = bool(weights) and node not in context.weights
+    no_rule = rule.kind == "none" and node not in context.owners
     if not (communicates or has_weight or no_rule):
         return None
     placements, ins = [choice.ins[i] for i in weights], ", ".join(text_of(p, program) for p in choice.ins)
@@ -175,15 +175,15 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     )
 
 
-def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[PricedTransition, ...]:
+def _transitions(program: Program, context: CompileContext, node: fx.Node) -> tuple[PricedTransition, ...]:
     """The transitions made of this value, found in the graph."""
     transitions, stack = [], [node]
     while stack:
         value = stack.pop()
         for user in value.users:
             if is_move(user) and PLACEMENT in value.meta:
-                transitions.append(priced(program, planner, value, user))
+                transitions.append(priced(program, context, value, user))
                 if is_transition(user):
                     stack.append(user)
-    gathered = statistics(program, planner, node)
+    gathered = statistics(program, context, node)
     return tuple(transitions) if gathered is None else (*transitions, gathered)

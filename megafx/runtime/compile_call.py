@@ -18,7 +18,7 @@ from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.kernels.common.ahead import get_ready
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Planner, in_training
+from megafx.planner.context import CompileContext, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
 from megafx.runtime.cache_shard import CacheShard
@@ -49,19 +49,19 @@ class Planned:
 
     captured: Program
     placed: Program
-    planner: Planner
+    context: CompileContext
     runner: Runner
 
-    def serves(self, planner: Planner) -> bool:
+    def serves(self, context: CompileContext) -> bool:
         """True if the call is compiled with what it was planned with. Dumps are of whole compiles, which can be replayed."""
-        mine, wanted = self.planner.wants_grad, planner.wants_grad
-        if mine is None or wanted is None or self.planner.config is not planner.config or current().dump is not None:
+        mine, wanted = self.context.wants_grad, context.wants_grad
+        if mine is None or wanted is None or self.context.config is not context.config or current().dump is not None:
             return False
         return all(mine(spec) == wanted(spec) for spec in self.captured.inputs)
 
 
 def settle(
-    call: Call, capture: Capture, planner: Planner, settled: Settled, situation: Situation | None = None
+    call: Call, capture: Capture, context: CompileContext, settled: Settled, situation: Situation | None = None
 ) -> Planned | None:
     """Plan the training form of a call; None where there was a plan already, or one on disk (situation)."""
     if settled.plan is not None:
@@ -73,9 +73,9 @@ def settle(
         program = capture(True)
         get_ready(program.graph)
         inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
-        planner = replace(planner, wants_grad=in_training(inputs))
-        made = Planned(program, program.copy(), planner, runner_of(planner))
-        settled.plan = plan_only(made.placed, made.planner, made.runner)
+        context = replace(context, wants_grad=in_training(inputs))
+        made = Planned(program, program.copy(), context, runner_of(context))
+        settled.plan = plan_only(made.placed, made.context, made.runner)
     if situation is not None:
         situation.write(program, settled.plan)
     return made
@@ -85,7 +85,7 @@ def compile_call(
     call: Call,
     is_training: bool,
     capture: Capture,
-    planner: Planner,
+    context: CompileContext,
     settled: Settled,
     situation: Situation | None = None,
 ) -> CompiledCall:
@@ -95,27 +95,27 @@ def compile_call(
     """
     plans = settled.plan is None
     if plans and not is_training:
-        settle(call, capture, planner, settled, None if situation is None else situation.plan())
+        settle(call, capture, context, settled, None if situation is None else situation.plan())
     if situation is not None and (found := situation.read()) is not None:
-        return _found(found, call, capture, planner, settled)
+        return _found(found, call, capture, context, settled)
     with watching(None if situation is None else situation.environment):
-        made, compiled, captured = _made(call, is_training, capture, planner, settled)
+        made, compiled, captured = _made(call, is_training, capture, context, settled)
     if situation is not None:
         situation.write(compiled.program, settled.plan if plans and is_training else None, compiled, captured)
     return made
 
 
-def _found(found: Found, call: Call, capture: Capture, planner: Planner, settled: Settled) -> CompiledCall:
+def _found(found: Found, call: Call, capture: Capture, context: CompileContext, settled: Settled) -> CompiledCall:
     """What an entry of the cache holds, bound on this rank."""
     settled.plan = found.plan or settled.plan
     assert settled.plan is not None and found.compiled is not None
     stored = dict(settled.plan.params)
     compiled, general = (
         found.compiled,
-        replace(planner, fixed=stored | _shards(call), fixed_experts=settled.plan.experts),
+        replace(context, fixed=stored | _shards(call), fixed_experts=settled.plan.experts),
     )
-    compiled.planner.fixed = general.fixed
-    made = _bound(compiled, call, planner, settled, stored)
+    compiled.context.fixed = general.fixed
+    made = _bound(compiled, call, context, settled, stored)
 
     def again() -> Program:
         program = capture(False)
@@ -142,28 +142,28 @@ def _shards(call: Call) -> dict[str, Placement]:
 
 
 def _made(
-    call: Call, is_training: bool, capture: Capture, planner: Planner, settled: Settled
+    call: Call, is_training: bool, capture: Capture, context: CompileContext, settled: Settled
 ) -> tuple[CompiledCall, Compiled, str]:
     """(the graph of a call, its program, digest of the code that was captured, where another form of it may be needed)."""
-    planned = settle(call, capture, planner, settled)
+    planned = settle(call, capture, context, settled)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
-    general = replace(planner, fixed=stored | _shards(call), fixed_experts=settled.plan.experts)
+    general = replace(context, fixed=stored | _shards(call), fixed_experts=settled.plan.experts)
     planned = planned if is_training else None  # this call is the one that was planned
     captured = planned.captured if planned is not None else capture(False)
     if any(o.kind == "order" for o in captured.outputs):  # hooks: the call cannot be computed once more
-        planner = replace(planner, config=planner.config.replace(differentiable_outputs=True))
-        general = replace(general, config=planner.config)
-    kept = captured.copy() if _gives_more_than_a_loss(captured, planner) else None
-    if planned is not None and planned.serves(planner):
-        own = planned.planner
-        own.wants_grad, own.fixed, own.given, own.agree = planner.wants_grad, stored, settled.plan, None
+        context = replace(context, config=context.config.replace(differentiable_outputs=True))
+        general = replace(general, config=context.config)
+    kept = captured.copy() if _gives_more_than_a_loss(captured, context) else None
+    if planned is not None and planned.serves(context):
+        own = planned.context
+        own.wants_grad, own.fixed, own.given, own.agree = context.wants_grad, stored, settled.plan, None
         compiled = compile_program(planned.placed, own, planned.runner)
     elif planned is not None:
-        compiled = compile_program(captured, replace(planner, fixed=stored, given=settled.plan, agree=None))
+        compiled = compile_program(captured, replace(context, fixed=stored, given=settled.plan, agree=None))
     else:
         compiled = compile_program(captured, general)
-    made = _bound(compiled, call, planner, settled, stored)
+    made = _bound(compiled, call, context, settled, stored)
     if kept is None:
         return made, compiled, ""
     _beside(made, compiled, kept.copy, general, call, settled, stored)
@@ -174,7 +174,7 @@ def _beside(
     made: CompiledCall,
     compiled: Compiled,
     captured: Callable[[], Program],
-    general: Planner,
+    general: CompileContext,
     call: Call,
     settled: Settled,
     stored: Mapping[str, Placement],
@@ -185,9 +185,9 @@ def _beside(
     made.differentiable = lambda: _bound(compile_program(captured(), other), call, other, settled, stored)
 
 
-def _gives_more_than_a_loss(captured: Program, planner: Planner) -> bool:
+def _gives_more_than_a_loss(captured: Program, context: CompileContext) -> bool:
     """True if outputs beside a loss require a gradient in eager mode, and are compiled without."""
-    if planner.wants_grad is None or planner.config.differentiable_outputs or not any(o.loss for o in captured.outputs):
+    if context.wants_grad is None or context.config.differentiable_outputs or not any(o.loss for o in captured.outputs):
         return False
     return any(o.requires_grad and not o.loss for o in captured.outputs)
 
@@ -199,14 +199,14 @@ def beside_the_loss(compiled: Compiled) -> list[int]:
 
 
 def _bound(
-    compiled: Compiled, call: Call, planner: Planner, settled: Settled, stored: Mapping[str, Placement]
+    compiled: Compiled, call: Call, context: CompileContext, settled: Settled, stored: Mapping[str, Placement]
 ) -> CompiledCall:
     """What this rank runs of a compiled program."""
     program = compiled.program
     for spec, node in zip(program.outputs, program.results(), strict=True):
         if spec.cache and (placement := node.meta.get(PLACEMENT)) is not None:
             settled.caches.setdefault(spec.cache, placement if placement.is_shard else I)
-    if (planner.training and not call.part) or settled.last is None:
+    if (context.training and not call.part) or settled.last is None:
         settled.last = compiled
     executable = compiled.executable(settled.gathered, settled.casts)
     executable.compile_kernels(program.sizes.workload_of | program.sizes.of_call)
@@ -215,12 +215,12 @@ def _bound(
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)
     if program.before_reduction is not None:
         of = functools.cache(functools.partial(compiled.deferred, executable))
-        made.holding = HeldBack(of, planner.config.gradient_accumulation_fusion)
-    if not compiled.planner.keeps_casts and (weights := compiled.weights_in_fp8):
+        made.holding = HeldBack(of, context.config.gradient_accumulation_fusion)
+    if not compiled.context.keeps_casts and (weights := compiled.weights_in_fp8):
         made.weights_in_fp8 = weights
         keeping = compiled.keeping_casts()
         made.casts_fit = keeping.casts_fit
-        made.keeping_casts = lambda: _keeping(made, keeping, call, planner, settled, stored)
+        made.keeping_casts = lambda: _keeping(made, keeping, call, context, settled, stored)
     return made
 
 
@@ -228,11 +228,11 @@ def _keeping(
     made: CompiledCall,
     keeping: Compiled,
     call: Call,
-    planner: Planner,
+    context: CompileContext,
     settled: Settled,
     stored: Mapping[str, Placement],
 ) -> CompiledCall:
     """The form of a call that keeps casts of weights."""
-    other = _bound(keeping, call, planner, settled, stored)
+    other = _bound(keeping, call, context, settled, stored)
     other.beside, other.differentiable = made.beside, made.differentiable
     return other

@@ -261,7 +261,7 @@ def _install(runtime: Runtime) -> None:
     vars(model)[RUNTIME] = runtime
     guard_forward(model, runtime.call)
     model.__class__ = parallel_class(runtime.original)
-    alike, replicas = (1, 1) if data is None else (data.context, data.ranks)
+    alike, replicas = (1, 1) if data is None else (data.cp, data.ranks)
     announce(model, runtime.t * alike, replicas)
     runtime.parameters_changed()
 

@@ -29,7 +29,7 @@ def run_op_by_op(runtime: Any, call: Call, watch_of: Callable[[Program], Watch |
     if watch is None:
         return
     for step in (drop_expert_values, bind_mesh, partition):
-        step(program, runtime.settled.last.planner)
+        step(program, runtime.settled.last.context)
     device = runtime.state.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

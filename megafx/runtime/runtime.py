@@ -49,7 +49,7 @@ from megafx.ops.axes import AxisContext
 from megafx.ops.eager_call import in_eager_code, matching
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Placement
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage, uncollected
@@ -192,11 +192,11 @@ class Runtime:
         if compile:
             self._graph(call)
             return
-        planner = self._planner(call, True)
-        situation = self._situation("plan", call, planner, ())
+        context = self._context(call, True)
+        situation = self._situation("plan", call, context, ())
         with self._capturing(True):
             planned = settle(
-                call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled, situation
+                call, lambda _: self._capture(call, frozenset(), training=True), context, self.settled, situation
             )
         self._tell(situation)
         assert self.settled.plan is not None
@@ -296,7 +296,7 @@ class Runtime:
 
         def trace() -> None:
             with self._capturing(grad):
-                self._capture_alone(call, frozenset(), {}, False, self._planner(call, grad).training, (), dynamic=False)
+                self._capture_alone(call, frozenset(), {}, False, self._context(call, grad).training, (), dynamic=False)
 
         return failed_call(error, trace, lambda: self.as_written(call), self.model, self.group, together)
 
@@ -436,20 +436,20 @@ class Runtime:
                 if param is not None and not isinstance(param, TPTensor):
                     self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
-        planner = self._planner(call, grad, state)
-        is_training = planner.training and all(m.training for m in self.modules) and not call.under_no_grad
+        context = self._context(call, grad, state)
+        is_training = context.training and all(m.training for m in self.modules) and not call.under_no_grad
 
         def capture(training: bool) -> Program:
             made = None if training else captured or example
             made = made or self._capture(call, varying, state, training=training, grad=grad)
-            want_state(planner.wants_grad, made, grad, reduced=self.meshes.data is not None)
+            want_state(context.wants_grad, made, grad, reduced=self.meshes.data is not None)
             return made
 
         about = (is_training, sorted(varying), [(n, type(p.get()).__name__) for n, p in sorted(state.items())])
-        situation = None if captured is not None else self._situation("graph", call, planner, about)
+        situation = None if captured is not None else self._situation("graph", call, context, about)
         more = {} if situation is None else {"situation": situation}
         with stage("compile a call"), self._capturing(grad):
-            compiled = self.compile(call, is_training, capture, planner, self.settled, **more)
+            compiled = self.compile(call, is_training, capture, context, self.settled, **more)
         self._tell(situation)
         self.captures += 1
         self._check_graph("the graph", compiled.program)
@@ -457,18 +457,18 @@ class Runtime:
         described = f"{self._describe(call)}\n{STATE}of graph {self.captures}"  # ranks capture together
         return self._bind(compiled, described, ambient_autocast())
 
-    def _situation(self, what: str, call: Call, planner: Planner, about: Any) -> Situation | None:
+    def _situation(self, what: str, call: Call, context: CompileContext, about: Any) -> Situation | None:
         """What decides which entry of the cache on disk serves this call. None where it is off."""
         if not self.config.cache:
             return None
-        plan, wants = self.settled.plan, planner.wants_grad
+        plan, wants = self.settled.plan, context.wants_grad
         cuts = None if plan is None else (plan.experts, [(n, str(p), p.flat_layout) for n, p in plan.params.items()])
-        autocast = [sorted(map(str, context.items())) for context in ambient_autocast()]
+        autocast = [sorted(map(str, settings.items())) for settings in ambient_autocast()]
         trained = None if wants is None else [n for n in self.state.slots if wants(Input("param", n))]
         own = [self._describe(call), str(call.spec), self.original.__qualname__, autocast, cuts, trained, about]
         loss = self.loss_fn if call.loss_inputs else None
         hooks = "hooks on modules" if self.hooked.found else ""
-        return Situation(what, self.model, call, planner, own, loss, self.group, self.state.device, hooks)
+        return Situation(what, self.model, call, context, own, loss, self.group, self.state.device, hooks)
 
     def _tell(self, situation: Situation | None) -> None:
         """Put what the cache did where users find it."""
@@ -529,12 +529,12 @@ class Runtime:
         groups, self.unplaced = self.unplaced, []
         self._place_joined(groups)
 
-    def _planner(self, call: Call, grad: bool, state: Mapping[str, Place] = MappingProxyType({})) -> Planner:
+    def _context(self, call: Call, grad: bool, state: Mapping[str, Place] = MappingProxyType({})) -> CompileContext:
         """The record of one compile. Gradients are wanted of what requires them, where any does."""
         values = [*zip(call.names(), call.leaves, strict=True), *((f"state[{n}]", p.get()) for n, p in state.items())]
         values += [(n, slot.get()) for n, slot in self.state.slots.items()]
         wanted = Wanted(n for n, x in values if grad and isinstance(x, torch.Tensor) and x.requires_grad)
-        return Planner(
+        return CompileContext(
             self.config, self.t, self.hardware, self.meshes.data, wants_grad=wanted or None, agree=self._plan_of_rank_0,
             caches=dict(self.settled.caches), axes=self._axes(), at_call=True,
             device_bytes=self.state.device_bytes(self.hardware),

@@ -17,7 +17,7 @@ from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.kernels.products_fp32 import SUMS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 # Product -> what adds it to something.
 
 
-def accumulate_products(program: Program, planner: Planner) -> int:
+def accumulate_products(program: Program, context: CompileContext) -> int:
     """Return the number of sums that products took over."""
     changes = 0
     for node in list(program.graph.nodes):

@@ -52,25 +52,25 @@ from megafx.meanwhile import meanwhile
 from megafx.passes.backward.functional import functional
 from megafx.passes.backward.node_gradients import NodeGradients
 from megafx.placements.moves import same_sizes
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
 aten = torch.ops.aten
 
 
-def build_joint_graph(program: Program, planner: Planner) -> int:
+def build_joint_graph(program: Program, context: CompileContext) -> int:
     """Append the backward of the loss alone, or of all `differentiable_outputs`; return the number of its nodes."""
-    assert planner.wants_grad is not None
+    assert context.wants_grad is not None
     wrt = [
         i
         for i, (node, spec) in enumerate(program.input_nodes())
-        if spec.kind in ("param", "user") and is_floating(node) and planner.wants_grad(spec)
+        if spec.kind in ("param", "user") and is_floating(node) and context.wants_grad(spec)
     ]
     losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
     if program.call is not None:  # of a captured model, whose loss may come of frozen parameters alone
         losses = [i for i in losses if program.outputs[i].requires_grad]
-    if losses and not planner.config.differentiable_outputs:
+    if losses and not context.config.differentiable_outputs:
         return differentiate(program, wrt, losses)
     return differentiate(program, wrt, differentiable_outputs(program))
 

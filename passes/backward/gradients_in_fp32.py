@@ -24,7 +24,7 @@ from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, re
 from megafx.kernels.loss import linear_cross_entropy, vocab_linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.kernels.products_fp32 import LOW, addmm_fp32, mm_fp32
 from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK_GRADIENT
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "gradients_in_fp32"
@@ -39,9 +39,9 @@ _LOSSES: dict[Any, tuple[Any, int]] = {
 }
 
 
-def gradients_in_fp32(program: Program, planner: Planner) -> int:
+def gradients_in_fp32(program: Program, context: CompileContext) -> int:
     """Return the number of gradients that changed."""
-    config = planner.config
+    config = context.config
     if not config.gradients_in_fp32:
         return 0
     widen = _Widen(program, config.gradient_accumulation_fusion)

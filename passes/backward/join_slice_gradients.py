@@ -19,7 +19,7 @@ from torch import fx
 
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "join_slice_gradients"
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     size: int
 
 
-def join_slice_gradients(program: Program, planner: Planner) -> int:
+def join_slice_gradients(program: Program, context: CompileContext) -> int:
     """Return the number of sums replaced."""
     changes = 0
     for node in reversed(list(program.graph.nodes)):

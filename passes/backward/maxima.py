@@ -12,7 +12,7 @@ from megafx.ir.program import PLACEMENT, VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.fp8.quantize import amax
 from megafx.placements.types import M, Placement, R, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.rules.inference import infer
 
 TRANSITION = torch.ops.megafx.transition.default
@@ -21,9 +21,9 @@ TRANSITION = torch.ops.megafx.transition.default
 class Maxima:
     """What ranks hold of values, and what they find of their largest magnitudes together."""
 
-    def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.config, self.t = program, planner.config, planner.t
-        self.axis, self.stored = (planner.solved.axis, planner.solved.params) if planner.t > 1 else ("tp", {})
+    def __init__(self, program: Program, context: CompileContext) -> None:
+        self.program, self.config, self.t = program, context.config, context.t
+        self.axis, self.stored = (context.solved.axis, context.solved.params) if context.t > 1 else ("tp", {})
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.params = {node: spec.name for node, spec in program.input_nodes() if spec.kind == "param"}
         self.maxima: dict[Any, fx.Node] = {}

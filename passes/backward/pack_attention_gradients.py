@@ -17,7 +17,7 @@ from torch import fx
 import megafx.kernels.attention.attention  # noqa: F401  (defines the ops)
 from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "pack_attention_gradients"
@@ -25,7 +25,7 @@ aten, ops = torch.ops.aten, torch.ops.megafx
 OPERANDS = 11  # of attention_backward before its options: grad, q, k, v, mask, key_mask, segments, sink, seed, out, lse
 
 
-def pack_attention_gradients(program: Program, planner: Planner) -> int:
+def pack_attention_gradients(program: Program, context: CompileContext) -> int:
     """Return the number of concatenations saved."""
     changes = 0
     for node in list(program.graph.nodes):

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 
 
-def postpone_lazy_outputs(program: Program, planner: Planner) -> int:
+def postpone_lazy_outputs(program: Program, context: CompileContext) -> int:
     """Put the nodes that only lazy outputs need behind all others; return their number."""
     found = only_for_lazy(program)
     output = program.output_node()

@@ -20,15 +20,15 @@ from torch import fx
 from megafx.ir.facts import declared, facts_of
 from megafx.ir.nodes import in_backward, masks, op_name, shows_operand
 from megafx.ir.program import VAL, Builder, Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
 
 
-def recompute_activations(program: Program, planner: Planner) -> int:
+def recompute_activations(program: Program, context: CompileContext) -> int:
     """Return the number of outputs that backward recomputes: of ops that are the `recompute` fact of their gradient."""
-    if not planner.config.recompute_activation_func:
+    if not context.config.recompute_activation_func:
         return 0
     makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
     changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if str(node.target) in makers)

@@ -47,7 +47,7 @@ from megafx.kernels.loss import scaled_head
 from megafx.kernels.products_fp32 import mm_fp32
 from megafx.passes.backward.maxima import TRANSITION, Maxima
 from megafx.placements.types import P, Placement, R
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import MATMUL, cost_kind
 from megafx.rewrite.driver import fold
 
@@ -64,11 +64,11 @@ _OF_HEADS = {*WHOLES, *BACKWARDS, STATS, *scaled_head.OPS}
 _WEIGHTS = (TRANSITION, mfx.join_parameters.default, aten._to_copy.default)  # between a parameter and a product
 
 
-def scaled_products(program: Program, planner: Planner) -> int:
+def scaled_products(program: Program, context: CompileContext) -> int:
     """Return the number of products that changed."""
-    if planner.config.fp8 is None:
+    if context.config.fp8 is None:
         return 0
-    scaler = _Scaler(program, planner)
+    scaler = _Scaler(program, context)
     for head in scaler.heads():
         head.kept = scaler.refusal_of_head(head)
     for linear in scaler.linears():
@@ -125,8 +125,8 @@ class _Cast:
 
 
 class _Scaler(Maxima):
-    def __init__(self, program: Program, planner: Planner) -> None:
-        super().__init__(program, planner)
+    def __init__(self, program: Program, context: CompileContext) -> None:
+        super().__init__(program, context)
         self.again = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
         self.rowwise = self.config.fp8_recipe == "rowwise"
         self.gradients = "e5m2" if self.config.fp8 == "hybrid" else "e4m3"

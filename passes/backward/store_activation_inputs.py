@@ -27,17 +27,17 @@ from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.kernels.fp8.quantize import quantize, restored
 from megafx.passes.backward.maxima import Maxima
 from megafx.placements.types import P
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "store_activation_inputs"
 
 
-def store_activation_inputs(program: Program, planner: Planner) -> int:
+def store_activation_inputs(program: Program, context: CompileContext) -> int:
     """Return the number of values that are kept in e4m3."""
-    if not planner.config.activation_func_fp8_input_store:
+    if not context.config.activation_func_fp8_input_store:
         return 0
-    maxima, made, count = Maxima(program, planner), dict[tuple[fx.Node, ...], list[tuple[fx.Node, fx.Node]]](), 0
+    maxima, made, count = Maxima(program, context), dict[tuple[fx.Node, ...], list[tuple[fx.Node, fx.Node]]](), 0
     for gradient in list(program.graph.nodes):
         if not (in_backward(gradient) and facts_of(gradient.target).recompute):
             continue

@@ -20,7 +20,7 @@ from megafx.ir.nodes import replace
 from megafx.ir.program import Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, packed, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, is_tensor
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
@@ -72,7 +72,7 @@ VALUES: tuple[Step, ...] = (
 )
 
 
-def canonicalize(program: Program, planner: Planner) -> int:
+def canonicalize(program: Program, context: CompileContext) -> int:
     """Rewrite the program in place; return the number of rewrites."""
     changes = canonicalize_program(program)
     program.reached = find_reached(program)

@@ -6,7 +6,7 @@ After:   %dw = addmm_fp32(%pending_0, t(%dy), %x)                      # `reuse_
          return ..., %dw
 Legal because: addmm is the sum. A product that has the rows of several parameters (`merge_linears`) is computed part by part.
 
-Only in the further backward graphs of a call (`Planner.gradients`): sums that `no_sync` holds, and, with
+Only in the further backward graphs of a call (`CompileContext.gradients`): sums that `no_sync` holds, and, with
 `gradient_accumulation_fusion`, the gradients that are there already.
 """
 
@@ -18,7 +18,7 @@ from torch import fx
 from megafx.ir.nodes import BACKWARD, in_backward
 from megafx.ir.program import PHASE, VAL, Builder, Input, Phase, Program
 from megafx.kernels.products_fp32 import SUMS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "add_pending"
@@ -26,17 +26,17 @@ aten = torch.ops.aten
 # Product -> what adds it to something.
 
 
-def add_pending(program: Program, planner: Planner) -> int:
+def add_pending(program: Program, context: CompileContext) -> int:
     """Return the number of gradients that are added to earlier ones.
 
     planner.gradients: "reduce" (the call's own backward) and "hold" add nothing; the first leaves `program.before_reduction`
     for the others.
     """
-    fuses = planner.config.gradient_accumulation_fusion
+    fuses = context.config.gradient_accumulation_fusion
     trains = any(spec.kind == "gradient" for spec in program.outputs)
-    if planner.gradients == "reduce" and (planner.data is not None or (fuses and trains)):
+    if context.gradients == "reduce" and (context.data is not None or (fuses and trains)):
         program.before_reduction = program.copy()
-    if planner.gradients not in ("add", "accumulate"):
+    if context.gradients not in ("add", "accumulate"):
         return 0
     output, results = program.output_node(), list(program.results())
     last = program.placeholders()[-1]

@@ -22,7 +22,7 @@ from megafx.ir.nodes import in_backward
 from megafx.ir.program import PLACEMENT, VAL, Builder, Phase, Program
 from megafx.passes.communicate.emit import join_flat, of_many_modules, split_flat
 from megafx.placements.types import I, P
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "coalesce_gradients"
@@ -31,7 +31,7 @@ LARGEST_BYTES = 2**20
 aten = torch.ops.aten
 
 
-def coalesce_gradients(program: Program, planner: Planner) -> int:
+def coalesce_gradients(program: Program, context: CompileContext) -> int:
     """Return the number of all-reduces saved."""
     output = program.output_node()
     results = list(output.args[0])

@@ -21,14 +21,14 @@ from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.kernels.fp8.quantize import amax
 from megafx.kernels.join_parameters import join_parameters
 from megafx.passes.communicate.emit import join_flat, of_many_modules, split_flat
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "coalesce_maxima"
 c10d = torch.ops._c10d_functional
 
 
-def coalesce_maxima(program: Program, planner: Planner) -> int:
+def coalesce_maxima(program: Program, context: CompileContext) -> int:
     """Return the number of all-reduces saved."""
     params, pieces, saved = {node for node, spec in program.input_nodes() if spec.kind == "param"}, set[fx.Node](), 0
     while several := _several(program, params, pieces):  # again: over another axis, of what was taken together over one

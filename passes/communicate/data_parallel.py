@@ -44,22 +44,22 @@ from megafx.placements.data_axis import (
 )
 from megafx.placements.moves import apply_transition, to_stacked
 from megafx.placements.types import Placement
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "data_parallel"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def data_parallel(program: Program, planner: Planner) -> int:
+def data_parallel(program: Program, context: CompileContext) -> int:
     """Return the number of collectives added.
 
     planner.gradients: "hold" and "accumulate" leave gradients this rank's own (`no_sync`); the others reduce them.
     """
-    if planner.data is None:
+    if context.data is None:
         return 0
-    adder = _Adder(program, planner.data, planner.t, planner.solved.params)
-    if planner.gradients in ("reduce", "add"):
+    adder = _Adder(program, context.data, context.t, context.solved.params)
+    if context.gradients in ("reduce", "add"):
         adder.reduce_gradients()
     program.batch = replace(adder.batch, reduced=True)
     program.erase_unused()
@@ -179,7 +179,7 @@ class _Adder:
         joined = last if len(bucket) == 1 else join_flat(build, values, values)
         if not self.batch.summed:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
-        axis, ranks = BATCH_AXIS if self.data.context == 1 else GRADIENT_AXIS, self.data.ranks * self.data.context
+        axis, ranks = BATCH_AXIS if self.data.cp == 1 else GRADIENT_AXIS, self.data.ranks * self.data.cp
         if self._of_experts(bucket[0]):
             axis, ranks = EXPERT_GRADIENT_AXIS, self.data.alike
         ops = NodeOps(self.program, where, self.sizes, axis, NAME)
@@ -198,7 +198,7 @@ class _Adder:
         ranks, axis, copies, between_axis = data.sharing, data.shard_axis, data.replicas, REPLICA_AXIS
         if self._of_experts(bucket[0]):
             ranks, axis, copies = data.same_experts, SAME_EXPERTS_AXIS, data.alike // data.same_experts
-            between_axis = REPLICA_AXIS if data.context == 1 else EXPERT_REPLICA_AXIS
+            between_axis = REPLICA_AXIS if data.cp == 1 else EXPERT_REPLICA_AXIS
         ops = NodeOps(self.program, where, self.sizes, axis, NAME)
         parts, shapes = [], []
         for gradients in bucket:

@@ -22,14 +22,14 @@ from megafx.ir.program import VAL, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, same_strides
 from megafx.placements.moves import apply_transition
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = (Phase.LOCAL, Phase.JOINT), Phase.LOWERED
 NAME = "expand_transitions"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def expand_transitions(program: Program, planner: Planner) -> int:
+def expand_transitions(program: Program, context: CompileContext) -> int:
     """Return the number of transitions expanded."""
     graph = program.graph
     sizes = SizeEmitter(graph, program.sizes)

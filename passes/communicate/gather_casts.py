@@ -33,7 +33,7 @@ from megafx.ops.gather_region import starts
 from megafx.passes.communicate.read_shards import gather_what_is_read
 from megafx.placements.data_axis import FSDP
 from megafx.placements.types import Layout
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "gather_casts"
@@ -41,9 +41,9 @@ ROWS = 0  # of `fp8_amax`'s kept
 aten, c10d, mfx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.megafx
 
 
-def gather_casts(program: Program, planner: Planner) -> int:
+def gather_casts(program: Program, context: CompileContext) -> int:
     """Return the number of weights whose bytes are gathered."""
-    if planner.config.fp8 is None or planner.data is None or planner.data.form != FSDP:
+    if context.config.fp8 is None or context.data is None or context.data.form != FSDP:
         return 0
     count = 0
     for gather in [n for n in program.graph.nodes if is_region_gather(n)]:

@@ -37,19 +37,19 @@ from megafx.ops.gather_region import starts
 from megafx.passes.communicate.emit import of_many_modules
 from megafx.placements.data_axis import FSDP, SAME_EXPERTS_AXIS, DataAxis, rows_of
 from megafx.placements.types import Placement
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "gather_parameters"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def gather_parameters(program: Program, planner: Planner) -> int:
+def gather_parameters(program: Program, context: CompileContext) -> int:
     """Return the number of gathers added."""
-    data, t = planner.data, planner.t
+    data, t = context.data, context.t
     if data is None or not data.sharded:
         return 0
-    stored, experts = planner.solved.params, () if program.batch is None else program.batch.experts
+    stored, experts = context.solved.params, () if program.batch is None else program.batch.experts
     params = {
         node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard, spec.name in experts)
         for node, spec in program.input_nodes()

@@ -34,7 +34,7 @@ from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, lo
 from megafx.ops.owners import OWNER_PARAMETER_GRADIENT, OWNER_STACK
 from megafx.placements.data_axis import EXPERT_AXIS
 from megafx.placements.types import R, experts_held
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES = (Phase.LOCAL, Phase.JOINT)
 NAME = "hold_experts"
@@ -42,33 +42,33 @@ aten, ops = torch.ops.aten, torch.ops.megafx
 _MOVED = {ops.transition.default}
 
 
-def hold_experts(program: Program, planner: Planner) -> int:
+def hold_experts(program: Program, context: CompileContext) -> int:
     """Return the number of parameters of which a rank holds its experts."""
-    owners = {name: rank for name, rank in planner.solved.experts.items() if rank >= 0}
-    count = _hold_lists(program, planner, owners) if owners else 0
-    names = {*planner.solved.experts} - {*owners}
+    owners = {name: rank for name, rank in context.solved.experts.items() if rank >= 0}
+    count = _hold_lists(program, context, owners) if owners else 0
+    names = {*context.solved.experts} - {*owners}
     held = {node: spec.name for node, spec in program.input_nodes() if spec.name in names and spec.kind == "param"}
     if not held:
         return count
-    assert program.batch is not None and planner.data is not None
-    gathered = {name for node, name in held.items() if _hold(program, node, planner.data.experts)}
+    assert program.batch is not None and context.data is not None
+    gathered = {name for node, name in held.items() if _hold(program, node, context.data.experts)}
     results = list(program.results())
     for i, (node, spec) in enumerate(zip(results, program.outputs, strict=True)):
         if spec.kind == "gradient" and spec.name in names and isinstance(node, fx.Node):
-            results[i] = _own(program, node, planner.data.experts, "P" if spec.name in gathered else "R")
+            results[i] = _own(program, node, context.data.experts, "P" if spec.name in gathered else "R")
     program.output_node().args = (tuple(results),)
     program.erase_unused()
     program.batch = replace(program.batch, experts=program.batch.experts | dict.fromkeys(sorted(held.values()), -1))
     return count + len(held)
 
 
-def _hold_lists(program: Program, planner: Planner, owners: Mapping[str, int]) -> int:
+def _hold_lists(program: Program, context: CompileContext, owners: Mapping[str, int]) -> int:
     """Parameters of single experts become their owners'."""
     held = {node: spec.name for node, spec in program.input_nodes() if spec.name in owners and spec.kind == "param"}
     if not held:
         return 0
-    assert program.batch is not None and planner.data is not None
-    ranks = planner.data.experts
+    assert program.batch is not None and context.data is not None
+    ranks = context.data.experts
     for stack in program.graph.find_nodes(op="call_function", target=aten.stack.default):
         parts = stack.args[0]
         for cut in [u for u in stack.users if is_transition(u, EXPERT_AXIS) and u.args[1:3] == ("R", "S0")]:

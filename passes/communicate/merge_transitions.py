@@ -15,12 +15,12 @@ from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  registers megafx::transition
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES = (Phase.PLACED, Phase.LOCAL, Phase.JOINT)
 
 
-def merge_transitions(program: Program, planner: Planner) -> int:
+def merge_transitions(program: Program, context: CompileContext) -> int:
     """Return the number of transitions removed."""
     first: dict[Any, fx.Node] = {}
     merged = 0

@@ -39,7 +39,7 @@ from megafx.ir.nodes import in_backward, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, ancestors
 from megafx.kernels.fp8.quantize import quantize, transposed
 from megafx.placements.data_axis import DATA_AXES
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.timeline import LEAST_BYTES
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -65,9 +65,9 @@ class _Collective:
     casts: list[fx.Node] = field(default_factory=list)  # of FP8, that run while a largest magnitude is reduced
 
 
-def schedule_collectives(program: Program, planner: Planner) -> int:
+def schedule_collectives(program: Program, context: CompileContext) -> int:
     """Return the number of nodes that changed place."""
-    hardware = planner.hardware
+    hardware = context.hardware
     nodes = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(nodes)}
     waits = {
@@ -76,11 +76,11 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     reductions = _reductions(waits)
     apart = {n for reduction in reductions for n in reduction}
     collectives = [
-        _Collective(n, wait, _due(n, position), seconds(program, n, hardware, planner.t))
+        _Collective(n, wait, _due(n, position), seconds(program, n, hardware, context.t))
         for n, wait in waits.items()
         if wait not in apart
     ]
-    _assign(program, collectives, position, planner)
+    _assign(program, collectives, position, context)
     for collective in collectives:
         collective.casts = _casts_meanwhile(collective, nodes, position)
     order = _Order(nodes, collectives, reductions).run()
@@ -94,7 +94,9 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
 # -- which products run beside which collective
 
 
-def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], planner: Planner) -> None:
+def _assign(
+    program: Program, collectives: list[_Collective], position: dict[fx.Node, int], context: CompileContext
+) -> None:
     backward = [c for c in collectives if in_backward(c.start)]
     depended_on = ancestors([c.start for c in collectives])
     free = [n for n in position if is_product(n) and in_backward(n) and n not in depended_on]
@@ -115,7 +117,7 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                         break
                     free.remove(product)
                     collective.fillers.append(product)
-                    collective.covered += seconds(program, product, planner.hardware, planner.t)
+                    collective.covered += seconds(program, product, context.hardware, context.t)
 
 
 def _casts_meanwhile(collective: _Collective, nodes: list[fx.Node], position: dict[fx.Node, int]) -> list[fx.Node]:

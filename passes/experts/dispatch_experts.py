@@ -43,7 +43,7 @@ from megafx.passes.experts.capacity_experts import share_out_batches
 from megafx.passes.experts.expert_parts import NAME, OwnExperts
 from megafx.passes.experts.expert_units import GROUPED
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.rules.families import VIEWS
 from megafx.units import bytes_text
 
@@ -53,18 +53,18 @@ _VIEWED = PASS_ON | {aten.transpose.int, aten.permute.default}
 _SMALL = 4  # elements of a row that may travel so that its sum can be made where it is computed
 
 
-def dispatch_experts(program: Program, planner: Planner) -> int:
+def dispatch_experts(program: Program, context: CompileContext) -> int:
     """Return the number of mixtures whose experts are shared out. Raises PlanError where there is none."""
-    if planner.data is None or planner.data.experts == 1:
+    if context.data is None or context.data.experts == 1:
         return 0
-    ranks = planner.data.experts
-    if "expert" in planner.config.overrides.values():
+    ranks = context.data.experts
+    if "expert" in context.config.overrides.values():
         raise PlanError(
             f"override 'expert' gives experts to tensor-parallel ranks, and expert_model_parallel_size={ranks} to "
             "data-parallel ones",
             fix="drop the override: tensor-parallel ranks then cut each expert's ffn",
         )
-    own = OwnExperts(program, ranks, planner.data.same_experts)
+    own = OwnExperts(program, ranks, context.data.same_experts)
     count = 0
     for order in program.graph.find_nodes(op="call_function", target=ops.group_order.default):
         mixture = _Mixture(program, order, own)
@@ -85,7 +85,7 @@ def dispatch_experts(program: Program, planner: Planner) -> int:
         if not is_transition(behind(node.args[1], _VIEWED), EXPERT_AXIS):
             what = "a grouped product is not shared out, so each rank holds and computes all of its experts"
             program.note("experts", f"{what}: its rows are not sorted by the ids that count its groups", node)
-    planner.experts = own.held_alone()
+    context.experts = own.held_alone()
     return count
 
 

@@ -22,16 +22,16 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
 from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT, OWNER_STACK
 from megafx.placements.moves import same_sizes
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "drop_expert_values"
 aten = torch.ops.aten
 
 
-def drop_expert_values(program: Program, planner: Planner) -> int:
+def drop_expert_values(program: Program, context: CompileContext) -> int:
     """Return the number of ops of owners.py that are gone."""
-    axes = planner.axes
+    axes = context.axes
     if axes is None:
         return 0
     found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in OWNER_OPS]

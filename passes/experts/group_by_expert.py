@@ -37,7 +37,7 @@ from megafx.passes.experts.expert_units import (
     sorts_ascending,
 )
 from megafx.placements.data_axis import BATCH_AXIS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.rules.families import VIEWS
 from megafx.rules.grammar import names
 from megafx.rules.inference import is_uniform
@@ -48,10 +48,10 @@ NAME = "group_by_expert"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def group_by_expert(program: Program, planner: Planner) -> int:
+def group_by_expert(program: Program, context: CompileContext) -> int:
     """Return the number of mixtures whose rows each rank groups by itself."""
-    data = planner.data
-    cut = data is not None and (data.context > 1 or planner.config.data_parallel_loss == "batch")
+    data = context.data
+    cut = data is not None and (data.cp > 1 or context.config.data_parallel_loss == "batch")
     if data is None or not (cut or data.experts > 1):
         return 0
     count = 0
@@ -63,7 +63,7 @@ def group_by_expert(program: Program, planner: Planner) -> int:
             mixture.read()
         except NotByRow as reason:
             if mixture.products:
-                _refuse(program, planner, mixture, reason)
+                _refuse(program, context, mixture, reason)
             continue
         if mixture.products:
             mixture.write()
@@ -73,9 +73,9 @@ def group_by_expert(program: Program, planner: Planner) -> int:
     return count
 
 
-def _refuse(program: Program, planner: Planner, mixture: _Mixture, reason: NotByRow) -> None:
+def _refuse(program: Program, context: CompileContext, mixture: _Mixture, reason: NotByRow) -> None:
     """PlanError where ranks have parts of the batch; else a note."""
-    batch = planner.config.data_parallel_loss == "batch" and planner.data is not None and planner.data.ranks > 1
+    batch = context.config.data_parallel_loss == "batch" and context.data is not None and context.data.ranks > 1
     if batch and program.sizes.mentions(mixture.rows, "batch"):
         raise PlanError(
             "data parallelism cannot cut the batch: rows are sorted by expert, and before they go back there is "
@@ -84,7 +84,7 @@ def _refuse(program: Program, planner: Planner, mixture: _Mixture, reason: NotBy
             "Config(data_parallel_loss='average'), which takes each rank's batch for itself as DistributedDataParallel does",
             **located(reason.node),
         )
-    cut = batch or (planner.data is not None and planner.data.context > 1)
+    cut = batch or (context.data is not None and context.data.cp > 1)
     where = "sorted rows are gathered from all ranks" if cut else "each rank holds and computes all experts"
     what = f"{where}: before the rows go back there is {reason.found}"
     program.note("experts", what, reason.node)

@@ -28,7 +28,7 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
 from megafx.passes.experts import expert_units as units
 from megafx.passes.experts.expert_units import ExpertMlp, NotByRow, Product, RowValue
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
 
@@ -37,17 +37,17 @@ NAME = "join_experts"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def join_experts(program: Program, planner: Planner) -> int:
+def join_experts(program: Program, context: CompileContext) -> int:
     """Returns the number of mixtures whose experts are joined.
 
     PlanError where an override asks for it and something between the products is in the way; a note where only cost does.
     """
-    products = units.find_products(program) if planner.t > 1 else []
+    products = units.find_products(program) if context.t > 1 else []
     if not products:
         return 0
     weights = weight_values(program, set(program.graph.nodes))
-    overrides = Overrides(program, planner.config.overrides, weights, planner.t)
-    joining = _Joining(program, planner, overrides, weights, products)
+    overrides = Overrides(program, context.config.overrides, weights, context.t)
+    joining = _Joining(program, context, overrides, weights, products)
     count = sum(joining.join(product) for product in products)
     for product in products:
         if not product.node._erased:
@@ -59,9 +59,14 @@ class _Joining:
     """reasons: why a product is not joined with others."""
 
     def __init__(
-        self, program: Program, planner: Planner, overrides: Overrides, weights: set[fx.Node], products: list[Product]
+        self,
+        program: Program,
+        context: CompileContext,
+        overrides: Overrides,
+        weights: set[fx.Node],
+        products: list[Product],
     ) -> None:
-        self.program, self.planner, self.overrides, self.weights = program, planner, overrides, weights
+        self.program, self.context, self.overrides, self.weights = program, context, overrides, weights
         self.products = products
         self.reasons: dict[fx.Node, NotByRow] = {}
 
@@ -83,12 +88,12 @@ class _Joining:
     def _wanted(self, products: list[Product], cut: bool) -> bool:
         if any(p.weight not in self.weights for p in products):
             return False
-        stored = [n for p in products for n in self._names(p) if n in self.planner.fixed]
+        stored = [n for p in products for n in self._names(p) if n in self.context.fixed]
         if stored:  # by an earlier graph
-            where = self.planner.fixed[stored[0]]
+            where = self.context.fixed[stored[0]]
             return where.is_shard and where.dim == 0
         styles = {self._style(p) for p in products}
-        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.planner.t, cut))
+        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.context.t, cut))
 
     def _names(self, product: Product) -> tuple[str, ...]:
         return self.overrides.names_of(product.weight, product.node)

@@ -27,27 +27,27 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import OWNER_INPUT, OWNER_OUTPUT, OWNER_PARAMETER
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Owned
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.overrides import Overrides
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "own_experts"
 
 
-def own_experts(program: Program, planner: Planner) -> int:
+def own_experts(program: Program, context: CompileContext) -> int:
     """Returns the number of experts that are one rank's. Raises PlanError where the list's modules are no such experts."""
-    if planner.t == 1 or "expert" not in planner.config.overrides.values():
+    if context.t == 1 or "expert" not in context.config.overrides.values():
         return 0
-    overrides = Overrides(program, planner.config.overrides, set(), planner.t)
+    overrides = Overrides(program, context.config.overrides, set(), context.t)
     count = 0
-    settled = planner.given.params if planner.given is not None else planner.fixed
+    settled = context.given.params if context.given is not None else context.fixed
     names = {node: spec.name for node, spec in program.input_nodes()}
     for lst in expert_lists(program, overrides, settled):
         owners = {}  # key of each expert -> its rank
         for j, (key, parameters) in enumerate(lst.experts.items()):
             stored = settled.get(names[parameters[0]])
-            owners[key] = stored.owner if isinstance(stored, Owned) else j * planner.t // len(lst.experts)
-        if planner.data is not None:
+            owners[key] = stored.owner if isinstance(stored, Owned) else j * context.t // len(lst.experts)
+        if context.data is not None:
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but experts that are modules of a list cannot be given to ranks where "
                 "data-parallel ranks share parameters or gradients",
@@ -55,7 +55,7 @@ def own_experts(program: Program, planner: Planner) -> int:
                 module=lst.path,
             )
         _Owning(program, lst, owners).run()
-        most = max([*owners.values()].count(rank) for rank in range(planner.t))
+        most = max([*owners.values()].count(rank) for rank in range(context.t))
         program.note("experts", f"experts of '{lst.path}' are split over the ranks, each whole: at most {most} a rank")
         count += len(owners)
     return count

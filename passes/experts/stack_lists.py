@@ -31,7 +31,7 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
 from megafx.passes.experts.expert_chains import Added, InStep, Refused, chains, is_one, numbers, one_op, tail
 from megafx.passes.experts.expert_units import chosen_among
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "stack_lists"
@@ -39,10 +39,10 @@ ops, aten = torch.ops.megafx, torch.ops.aten
 _EACH = -1  # a dim of rows that has one for each expert, beside the dims of the masks
 
 
-def stack_lists(program: Program, planner: Planner) -> int:
+def stack_lists(program: Program, context: CompileContext) -> int:
     """Return the number of mixtures whose experts are stacked."""
-    data = planner.data
-    if data is None or (data.experts == 1 and (data.context == 1 or planner.config.moe_grouped_gemm is False)):
+    data = context.data
+    if data is None or (data.experts == 1 and (data.cp == 1 or context.config.moe_grouped_gemm is False)):
         return 0
     count = 0
     for chain in chains(program.graph):

@@ -23,7 +23,7 @@ from megafx.ir.nodes import argument, replace, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, differentiable_nodes, fqn_of, source_of
 from megafx.kernels.attention.attention_reference import ADDED, ADDED_NAN, FILLED, FILLED_NAN, ZEROS
 from megafx.kernels.attention.masked_softmax import mask_floor
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 BY = "describe_masks"
@@ -36,15 +36,15 @@ _UNDROPPED = (
 )
 
 
-def describe_masks(program: Program, planner: Planner) -> int:
+def describe_masks(program: Program, context: CompileContext) -> int:
     """Returns the number of masks that are tensors no more, or smaller ones."""
     reader = MaskReader(program)
     count = 0
     for node in list(program.graph.nodes):
         rewrite = _REWRITES.get(str(node.target)) if node.op == "call_function" else None
-        if rewrite is None or not getattr(planner.config, rewrite[0]):
+        if rewrite is None or not getattr(context.config, rewrite[0]):
             continue
-        if rewrite[1](program, planner, reader, node):
+        if rewrite[1](program, context, reader, node):
             program.fusions.append(Fusion("mask_by_position", fqn_of(node), source_of(node), BY))
             count += 1
     program.erase_unused()
@@ -102,7 +102,7 @@ def _rest(emit: Builder, rest: tuple[Leaf, ...], rank: int = 4) -> fx.Node | Non
 # -- the ops
 
 
-def _attention(program: Program, planner: Planner, reader: MaskReader, node: fx.Node) -> bool:
+def _attention(program: Program, context: CompileContext, reader: MaskReader, node: fx.Node) -> bool:
     mask = argument(node, "mask")
     if not isinstance(mask, fx.Node) or mask.meta[VAL].dim() != 4:
         return False
@@ -122,7 +122,7 @@ def _attention(program: Program, planner: Planner, reader: MaskReader, node: fx.
     if causal and not seen.causal and seen.window:
         return False  # a window that reaches both ways, beside the flag
     by_position = causal or seen.window > 0 or seen.segments is not None
-    hidden = _hidden(program, planner, node, seen, mask.meta[VAL], by_position)
+    hidden = _hidden(program, context, node, seen, mask.meta[VAL], by_position)
     if hidden is None or (seen.segments is not None and seen.padding and hidden != ZEROS):
         return False  # which rows see no key: attention_rows does not know documents
     new = _rest(emit, seen.rest) if seen.rest else None
@@ -151,7 +151,7 @@ def _attention(program: Program, planner: Planner, reader: MaskReader, node: fx.
 
 
 def _hidden(
-    program: Program, planner: Planner, node: fx.Node, seen: Visible, mask: torch.Tensor, by_position: bool
+    program: Program, context: CompileContext, node: fx.Node, seen: Visible, mask: torch.Tensor, by_position: bool
 ) -> int | None:
     """What hidden scores are once the mask is flags and a [b, t] tensor; None where rows would change that see no key."""
     if argument(node, "sink") is not None:
@@ -176,7 +176,7 @@ def _hidden(
     if filled:
         return FILLED if finite else FILLED_NAN
     if finite or hidden != ZEROS:
-        trained = differentiable_nodes(program, planner.wants_grad)
+        trained = differentiable_nodes(program, context.wants_grad)
         biased = any(leaf.node in trained for leaf in seen.rest)
         if biased or (argument(node, "softcap") and trained & {*node.args[:2]}):
             return None  # gradients of attention_rows are of the scores
@@ -189,7 +189,7 @@ def _same_lengths(program: Program, node: fx.Node) -> bool:
     return bool(program.sizes.of(q.shape[-2]) == program.sizes.of(k.shape[-2]))
 
 
-def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.Node) -> bool:
+def _softmax(program: Program, context: CompileContext, reader: MaskReader, node: fx.Node) -> bool:
     mask = argument(node, "mask")
     if not isinstance(mask, fx.Node) or argument(node, "causal") or argument(node, "window"):
         return False
@@ -224,7 +224,7 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     return True
 
 
-def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.Node) -> bool:
+def _library(program: Program, context: CompileContext, reader: MaskReader, node: fx.Node) -> bool:
     q, k, v = node.args[:3]
     mask = argument(node, "attn_mask")
     four = all(x.meta[VAL].dim() == 4 for x in (q, k, v))
@@ -241,7 +241,7 @@ def _library(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     new = emit(
         ops.attention.default, q, k, v, mask, None, None, None, None, factor, False, 0, 0.0, ZEROS, 0.0, 0, -1, [], "tp"
     )
-    if not _attention(program, planner, reader, new):
+    if not _attention(program, context, reader, new):
         program.graph.erase_node(new)
         return False
     replace(node, new)

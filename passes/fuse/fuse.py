@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import megafx.patterns  # noqa: F401  registers the patterns
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner, declines
+from megafx.planner.context import CompileContext, declines
 from megafx.rewrite.driver import patterns_of, rewrite
 from megafx.rewrite.pattern import registered_patterns
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 
 
-def fuse(program: Program, planner: Planner) -> int:
+def fuse(program: Program, context: CompileContext) -> int:
     """Return the number of matches."""
-    chosen = patterns_of(registered_patterns(), planner.config, local=False)
-    unwanted = declines(program, planner)
+    chosen = patterns_of(registered_patterns(), context.config, local=False)
+    unwanted = declines(program, context)
     return sum(rewrite(program, chosen, "fuse", declines=unwanted).counts.values())

@@ -33,7 +33,7 @@ from megafx.ir.nodes import COPIES, RESHAPES, mark
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "fuse_linear_loss"
@@ -62,11 +62,11 @@ class Head:
         return x, weight, bias[0] if bias else None
 
 
-def fuse_linear_loss(program: Program, planner: Planner) -> int:
+def fuse_linear_loss(program: Program, context: CompileContext) -> int:
     """Return the number of losses fused."""
-    if not planner.config.cross_entropy_fusion:
+    if not context.config.cross_entropy_fusion:
         return 0
-    lazy = why_not_lazy(program, planner.config, planner.t) if planner.training else "no gradients are taken"
+    lazy = why_not_lazy(program, context.config, context.t) if context.training else "no gradients are taken"
     count = 0
     for node in list(program.graph.nodes):
         fuse = _LOSSES.get(str(node.target))

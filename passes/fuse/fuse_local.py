@@ -18,7 +18,7 @@ import megafx.patterns  # noqa: F401  registers the patterns
 from megafx.errors import PlacementError
 from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.placements.types import Placement, R
-from megafx.planner.context import Planner, declines
+from megafx.planner.context import CompileContext, declines
 from megafx.rewrite.driver import patterns_of, rewrite
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.inference import infer
@@ -26,10 +26,10 @@ from megafx.rules.inference import infer
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 
 
-def fuse_local(program: Program, planner: Planner) -> int:
+def fuse_local(program: Program, context: CompileContext) -> int:
     """Return the number of matches."""
-    chosen = patterns_of(registered_patterns(), planner.config, local=True)
-    refuse, unwanted = partial(_misplaced, program, planner.t), declines(program, planner)
+    chosen = patterns_of(registered_patterns(), context.config, local=True)
+    refuse, unwanted = partial(_misplaced, program, context.t), declines(program, context)
     return sum(rewrite(program, chosen, "fuse_local", refuse, unwanted).counts.values())
 
 

@@ -37,7 +37,7 @@ from megafx.kernels import join_parameters, nonzero  # noqa: F401  registers the
 from megafx.kernels.activation import activation  # noqa: F401  registers the ops
 from megafx.kernels.experts import group_rows, grouped_mm  # noqa: F401  registers the ops
 from megafx.passes.experts.expert_chains import Added, InStep, Refused, chains, row_symbol
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import TRAINING_PASSES
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
@@ -51,13 +51,13 @@ LEAST_GAIN = 0.1
 WAIT = 9
 
 
-def group_experts(program: Program, planner: Planner) -> int:
+def group_experts(program: Program, context: CompileContext) -> int:
     """Return the number of products that others took over."""
-    if planner.config.moe_grouped_gemm is False:
+    if context.config.moe_grouped_gemm is False:
         return 0
     changes, before = 0, len(program.notes)
     for chain in chains(program.graph):
-        changes += _Grouping(program, planner, chain).run()
+        changes += _Grouping(program, context, chain).run()
     program.erase_unused()
     known = row_sources(program.graph)
     left = [
@@ -78,9 +78,9 @@ class _Grouping(InStep):
 
     name = NAME
 
-    def __init__(self, program: Program, planner: Planner, chain: list[Added]) -> None:
+    def __init__(self, program: Program, context: CompileContext, chain: list[Added]) -> None:
         super().__init__(program, chain)
-        self.planner, self.parameters = planner, stored_parameters(program)
+        self.context, self.parameters = context, stored_parameters(program)
         self.at: fx.Node | None = None
 
     def run(self) -> int:
@@ -93,7 +93,7 @@ class _Grouping(InStep):
         before = self.last.prev
         try:
             self.find_places(added)
-            if self.planner.config.fp8 is not None and self._by_price:
+            if self.context.config.fp8 is not None and self._by_price:
                 raise Refused("single products run in FP8, and grouped ones do not")
             for products in linears:
                 self._check(products)
@@ -126,16 +126,16 @@ class _Grouping(InStep):
 
     @property
     def _by_price(self) -> bool:
-        return self.planner.config.moe_grouped_gemm == "auto"
+        return self.context.config.moe_grouped_gemm == "auto"
 
     def _microseconds(self, nodes: list[fx.Node]) -> float:
         """Of a step; an op has to be launched, and for numbers of rows the host waits."""
-        total, hardware = 0.0, self.planner.hardware
+        total, hardware = 0.0, self.context.hardware
         for node in nodes:
-            once = seconds(self.program, node, hardware, self.planner.t)
+            once = seconds(self.program, node, hardware, self.context.t)
             host = hardware.launch_seconds * (WAIT if node.target is ops.rows.default else 1)
             value = node.meta[VAL]
-            has_gradient = self.planner.training and isinstance(value, torch.Tensor) and value.is_floating_point()
+            has_gradient = self.context.training and isinstance(value, torch.Tensor) and value.is_floating_point()
             passes = TRAINING_PASSES if has_gradient else 1
             total += passes * max(once, host) if once else 0.0
         return 1e6 * total
@@ -151,9 +151,9 @@ class _Grouping(InStep):
                 raise Refused("their shapes differ")
             if len({(x.meta[VAL].dtype, x.meta[VAL].device) for x in parts}) > 1:
                 raise Refused("their dtypes or devices differ")
-            if reason := why_not_one(parts, self.parameters, self.planner.wants_grad):
+            if reason := why_not_one(parts, self.parameters, self.context.wants_grad):
                 raise Refused(reason)
-            if leaves_gaps(parts, self.planner.data, self.planner.t):
+            if leaves_gaps(parts, self.context.data, self.context.t):
                 raise Refused("their rows do not divide by the data-parallel ranks")
 
     def _parts(self, given: Sequence[Any]) -> list[Any]:
@@ -177,7 +177,7 @@ class _Grouping(InStep):
         """In one memory."""
         parts, shape = self._parts(values), map(int, values[0].meta[VAL].shape)
         whole = self.build(ops.join_parameters.default, parts)
-        mark(whole, placed_together(parts, 0, self.planner.t))
+        mark(whole, placed_together(parts, 0, self.context.t))
         return self.build(aten.view.default, whole, [len(values), *shape])
 
     # -- whose rows

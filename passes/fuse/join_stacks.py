@@ -16,25 +16,25 @@ from megafx.analysis.joined_parameters import leaves_gaps, placed_together, stor
 from megafx.ir.nodes import mark, replace
 from megafx.ir.program import PLACEMENT, VAL, Builder, Phase, Program
 from megafx.kernels import join_parameters  # noqa: F401  registers the op
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "join_stacks"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def join_stacks(program: Program, planner: Planner) -> int:
+def join_stacks(program: Program, context: CompileContext) -> int:
     """Return the number of stacks that are views."""
-    if planner.data is not None and planner.data.experts > 1:
+    if context.data is not None and context.data.experts > 1:
         return 0  # hold_experts cuts stacks
     parameters, count = stored_parameters(program), 0
     for node in program.graph.find_nodes(op="call_function", target=aten.stack.default):
         parts, dim = [*node.args[0]], node.args[1] if len(node.args) > 1 else 0
-        if dim != 0 or why_not_one(parts, parameters, planner.wants_grad) or not parts[0].meta[VAL].dim():
+        if dim != 0 or why_not_one(parts, parameters, context.wants_grad) or not parts[0].meta[VAL].dim():
             continue
-        placement = placed_together(parts, 0, planner.t)
+        placement = placed_together(parts, 0, context.t)
         kinds = {(x.meta[VAL].dtype, x.meta[VAL].device) for x in parts}  # a stack may promote dtypes
-        if placement is None or len(kinds) > 1 or leaves_gaps(parts, planner.data, planner.t):
+        if placement is None or len(kinds) > 1 or leaves_gaps(parts, context.data, context.t):
             continue
         build: Any = Builder(program, node, node, NAME)
         whole = mark(build(ops.join_parameters.default, parts), placement)

@@ -31,7 +31,7 @@ from megafx.ir.nodes import mark
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.placements.types import Placement
-from megafx.planner.context import Planner, price_workload
+from megafx.planner.context import CompileContext, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, mode_of
 from megafx.rewrite.driver import fold
 
@@ -40,11 +40,11 @@ NAME = "merge_linears"
 ops, aten = torch.ops.megafx, torch.ops.aten
 
 
-def merge_linears(program: Program, planner: Planner) -> int:
+def merge_linears(program: Program, context: CompileContext) -> int:
     """Return the number of linears that others took over."""
-    if not planner.config.merge_linears:
+    if not context.config.merge_linears:
         return 0
-    merger = _Merger(program, planner)
+    merger = _Merger(program, context)
     for group, gated in list(merger.groups()):
         merger.consider(group, gated)
     merger.say()
@@ -54,12 +54,12 @@ def merge_linears(program: Program, planner: Planner) -> int:
 
 
 class _Merger:
-    def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.planner, self.trains = program, planner, planner.wants_grad
+    def __init__(self, program: Program, context: CompileContext) -> None:
+        self.program, self.context, self.trains = program, context, context.wants_grad
         self.params = stored_parameters(program)
         self.changes = 0
         self.reported: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
-        price_workload(program, planner.config)
+        price_workload(program, context.config)
 
     def groups(self) -> Iterator[tuple[list[fx.Node], fx.Node | None]]:
         """Linears of one value: gate and up of a gated unit (with that), and those whose modules are of one module."""
@@ -105,7 +105,7 @@ class _Merger:
         if gated is not None and widths[0] != widths[1]:
             return "gate and up have different widths"
         for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
-            if values and values is not group and leaves_gaps(values, self.planner.data, self.planner.t):
+            if values and values is not group and leaves_gaps(values, self.context.data, self.context.t):
                 return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
             if values and self.together(values) is None:
                 return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)
@@ -114,16 +114,16 @@ class _Merger:
     def together(self, values: list[Any]) -> Placement | str | None:
         """The placement of parameters one below the other, or of results with their columns side by side."""
         stored = values[0] in self.params
-        return placed_together(values, 0 if stored else values[0].meta[VAL].dim() - 1, self.planner.t)
+        return placed_together(values, 0 if stored else values[0].meta[VAL].dim() - 1, self.context.t)
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
         training = self.trains is not None
         columns = sum(n.args[1].meta[VAL].shape[0] for n in group)
-        profile = self.planner.fusions
+        profile = self.context.fusions
         if profile is not None and profile.measured(pattern):
-            mode = mode_of(self.planner.config.compile is True, training)
+            mode = mode_of(self.context.config.compile is True, training)
             shape = self.program.sizes.shape(group[0].meta[VAL])
             elements = self.program.sizes.workload(math.prod(shape[:-1])) * columns
             slower = profile.slower(pattern, elements, mode)
@@ -131,7 +131,7 @@ class _Merger:
                 return False, f"pays as measured on {profile.device}, {mode}"
             times = f"{slower[0]:.4g} ms against {slower[1]:.4g} ms, {mode}"
             return True, f"slower by measurement on {profile.device} ({times})"
-        if self.planner.config.fusion_profile == MEASURE_NOTHING:
+        if self.context.config.fusion_profile == MEASURE_NOTHING:
             return False, "whatever it costs (fusion_profile)"
         if gated is not None:
             return False, "the packed kernels read and write one tensor"

@@ -19,7 +19,7 @@ import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
 from megafx.debugging import current, say
 from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "share_logsumexp"
@@ -27,9 +27,9 @@ FUSION = "cross_entropy_with_logsumexp"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def share_logsumexp(program: Program, planner: Planner) -> int:
+def share_logsumexp(program: Program, context: CompileContext) -> int:
     """Return the number of log-sum-exps that a loss gives."""
-    if not planner.config.cross_entropy_fusion:
+    if not context.config.cross_entropy_fusion:
         return 0
     sums = program.graph.find_nodes(op="call_function", target=aten.logsumexp.default)
     losses = program.graph.find_nodes(op="call_function", target=ops.cross_entropy.default) if sums else []

@@ -32,17 +32,17 @@ from megafx.passes.localize.rewrites import (
     localize_heads,
 )
 from megafx.placements.types import P
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
 CROSS_ENTROPY = "megafx.cross_entropy.default"
 
 
-def localize_shapes(program: Program, planner: Planner) -> int:
+def localize_shapes(program: Program, context: CompileContext) -> int:
     """Rewrite the graph to one rank's; returns the number of values whose shape changed."""
-    plan = planner.solved
-    local = Localizer(program, plan.axis, plan.t, planner.rules, planner.weights)
+    plan = context.solved
+    local = Localizer(program, plan.axis, plan.t, context.rules, context.weights)
     changed = 0
     for node in program.placeholders():
         placement = node.meta.get(PLACEMENT)

@@ -21,16 +21,16 @@ from megafx.ops import embedding_of_rank, shared_heads
 from megafx.ops.axes import AxisContext
 from megafx.placements.moves import same_sizes
 from megafx.placements.types import Layout
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.BOUND
 NAME = "bind_mesh"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def bind_mesh(program: Program, planner: Planner) -> int:
+def bind_mesh(program: Program, context: CompileContext) -> int:
     """Return the number of ops changed: 0 with one rank and no process group."""
-    program.phase, axes, changes = ENSURES, planner.axes, 0
+    program.phase, axes, changes = ENSURES, context.axes, 0
     if axes is None:
         return 0
     for node in list(program.graph.nodes):

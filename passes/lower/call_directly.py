@@ -19,7 +19,7 @@ from megafx.ir.nodes import change_parts
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
 from megafx.ops.collectives import mm_rows, pad_rows
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ FUNCTIONS |= {torch.ops.megafx.pad_rows.default: pad_rows, torch.ops.megafx.mm_r
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
-def call_directly(program: Program, planner: Planner) -> int:
+def call_directly(program: Program, context: CompileContext) -> int:
     """Return the number of calls changed."""
     return change_parts(program, call_node_directly)
 

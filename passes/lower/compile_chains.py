@@ -26,7 +26,7 @@ from megafx.ir.nodes import COPIES, aten_ops, is_view
 from megafx.ir.program import VAL, Phase, Program, copied_graph, copied_node, graph_module, new_call
 from megafx.ir.sizes import is_size
 from megafx.kernels.common.chain import Chain, Operand, Size, Stride
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import memory_seconds
 from megafx.planner.timeline import LEAST_GAIN
 
@@ -43,17 +43,17 @@ OTHERS = COPIES | aten_ops(
 _chains: dict[Any, Chain] = {}
 
 
-def compile_chains(program: Program, planner: Planner) -> int:
+def compile_chains(program: Program, context: CompileContext) -> int:
     """Return the number of chains."""
-    parts, wanted = program.partition, planner.config.compile
+    parts, wanted = program.partition, context.config.compile
     if not wanted or parts is None:
         return 0
     graphs = [gm for gm in (parts.forward, parts.backward, parts.last_backward) if gm is not None]
     found = {gm: chains_of(gm.graph) for gm in dict.fromkeys(graphs)}
     if wanted == "auto":
         once = [gm for gm in (parts.forward, parts.last_backward) if gm is not None]
-        gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
-        step = 1e-6 * planner.solved.step_us
+        gain = sum(_saved(program, context, chain) for gm in once for chain in found[gm])
+        step = 1e-6 * context.solved.step_us
         saved = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
         if gain < LEAST_GAIN * step:
             program.note("compile", f"the graphs run without Inductor: {saved}")
@@ -155,15 +155,15 @@ def _connected(run: dict[fx.Node, None]) -> list[ConnectedOps]:
 # -- what they save
 
 
-def _saved(program: Program, planner: Planner, chain: ConnectedOps) -> float:
+def _saved(program: Program, context: CompileContext, chain: ConnectedOps) -> float:
     """Seconds that one kernel saves over the ops one by one."""
     working, inside = chain.working(), chain.inside
     apart = sum(program.sizes.bytes(x.meta.get(VAL)) for n in working for x in (n, *n.all_input_nodes))
     given = {x for n in inside for x in n.all_input_nodes} - inside
     results = [n for n in working if any(u not in inside for u in n.users)]
-    launches = (len(working) - 1) * planner.hardware.launch_seconds
+    launches = (len(working) - 1) * context.hardware.launch_seconds
     joined = sum(program.sizes.bytes(x.meta.get(VAL)) for x in (*given, *results))
-    return memory_seconds(max(apart - joined, 0.0), planner.hardware) + launches
+    return memory_seconds(max(apart - joined, 0.0), context.hardware) + launches
 
 
 # -- rewriting

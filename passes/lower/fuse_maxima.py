@@ -28,7 +28,7 @@ from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.largest import giving_largest
 from megafx.kernels.fp8.quantize import amax, quantize, transposed
 from megafx.placements.moves import same_size
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "fuse_maxima"
@@ -39,9 +39,9 @@ _CASTING = {
 }
 
 
-def fuse_maxima(program: Program, planner: Planner) -> int:
+def fuse_maxima(program: Program, context: CompileContext) -> int:
     """Return the number of passes over memory saved."""
-    return 0 if planner.config.fp8 is None else change_parts(program, _cast_again, _fuse)
+    return 0 if context.config.fp8 is None else change_parts(program, _cast_again, _fuse)
 
 
 def _fuse(found: fx.Node) -> bool:

@@ -14,15 +14,15 @@ from torch import fx
 
 from megafx.ir.program import Phase, Program, copied_graph, fqn_of, graph_module
 from megafx.ops.ranges import PREFIX, enter_range, leave_range
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
-def name_ranges(program: Program, planner: Planner) -> int:
+def name_ranges(program: Program, context: CompileContext) -> int:
     """Return the number of ranges."""
     parts = program.partition
-    if not planner.config.profiler_ranges or parts is None:
+    if not context.config.profiler_ranges or parts is None:
         return 0
     program.partition, count = parts.changed(with_ranges)
     return count

@@ -39,7 +39,7 @@ from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.moves import same_size, same_sizes
 from megafx.placements.types import ALL_REDUCE
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import collective_bytes, library_seconds
 from megafx.planner.timeline import LEAST_BYTES
 
@@ -56,12 +56,12 @@ GATHERS = (exchange.gather_start, exchange.gather_matmul, exchange.regather_star
 BEGIN = (*GATHERS, exchange.scatter_start, exchange.matmul_scatter_start)  # operations of the exchange, in order
 
 
-def overlap_products(program: Program, planner: Planner) -> int:
+def overlap_products(program: Program, context: CompileContext) -> int:
     """Return the number of collectives that run in pieces, or as copies beside something else."""
-    parts, axes = program.partition, planner.axes
-    if parts is None or axes is None or TENSOR_AXIS not in axes or planner.config.tp_comm_overlap is False:
+    parts, axes = program.partition, context.axes
+    if parts is None or axes is None or TENSOR_AXIS not in axes or context.config.tp_comm_overlap is False:
         return 0
-    find = _Finder(program, planner, axes[TENSOR_AXIS])
+    find = _Finder(program, context, axes[TENSOR_AXIS])
     found = [gm for gm in (parts.forward, parts.backward) if gm is not None and find(gm)]
     if not found:
         return 0
@@ -77,9 +77,9 @@ def overlap_products(program: Program, planner: Planner) -> int:
 class _Finder:
     """Which collectives of a graph run in pieces."""
 
-    def __init__(self, program: Program, planner: Planner, place: AxisContext) -> None:
-        self.program, self.place, self.hardware = program, place, planner.hardware
-        self.always = planner.config.tp_comm_overlap is True
+    def __init__(self, program: Program, context: CompileContext, place: AxisContext) -> None:
+        self.program, self.place, self.hardware = program, place, context.hardware
+        self.always = context.config.tp_comm_overlap is True
 
     def __call__(self, gm: fx.GraphModule) -> list[fx.Node]:
         """Their starts, in order."""

@@ -23,15 +23,15 @@ from torch import fx
 from megafx.ir.nodes import change_parts, replace
 from megafx.ir.program import VAL, Phase, Program, new_call
 from megafx.kernels.fp8.quantize import amax, amax_both, quantize, quantize_both
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "pair_casts"
 
 
-def pair_casts(program: Program, planner: Planner) -> int:
+def pair_casts(program: Program, context: CompileContext) -> int:
     """Return the number of passes over memory saved."""
-    return 0 if planner.config.fp8 is None else change_parts(program, _pair)
+    return 0 if context.config.fp8 is None else change_parts(program, _pair)
 
 
 def _pair(node: fx.Node) -> bool:

@@ -52,12 +52,12 @@ from megafx.ir.program import (
 )
 from megafx.ops.again import AGAIN, in_forward, when_repeated
 from megafx.ops.offload import is_on_host
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.BOUND, Phase.PARTITIONED
 
 
-def partition(program: Program, planner: Planner) -> int:
+def partition(program: Program, context: CompileContext) -> int:
     """Fill `program.partition`; return how many values are kept."""
     program.partition = cut(program)
     program.phase = ENSURES

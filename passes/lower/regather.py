@@ -17,12 +17,12 @@ from torch import fx
 from megafx.analysis.communication import is_region_gather, is_wait
 from megafx.ir.program import FQN, Phase, Program
 from megafx.passes.communicate.read_shards import gather_what_is_read
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
-def regather(program: Program, planner: Planner) -> int:
+def regather(program: Program, context: CompileContext) -> int:
     """Change the backward graph, and that of lazy outputs; return the number of gathers that moved, and of shards left out."""
     parts, changes = program.partition, 0
     for gm in () if parts is None else (parts.backward, parts.lazy_graph):

@@ -20,7 +20,7 @@ from megafx.analysis.communication import is_wait
 from megafx.ir.facts import declare, facts_of
 from megafx.ir.nodes import changed_copy, readers_of, storage_of
 from megafx.ir.program import VAL, Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
 declare("aten.add.Tensor", inplace=(0, torch.ops.aten.add_.Tensor))
@@ -28,7 +28,7 @@ declare("aten.add.Tensor", inplace=(0, torch.ops.aten.add_.Tensor))
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
-def reuse_buffers(program: Program, planner: Planner) -> int:
+def reuse_buffers(program: Program, context: CompileContext) -> int:
     """Return the number of calls that write in place. A backward that may run again stays as it is."""
     parts = program.partition
     if parts is None:

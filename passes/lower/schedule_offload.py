@@ -18,13 +18,13 @@ from torch import fx
 
 from megafx.ir.program import LAYER, VAL, Phase, Program, inherit
 from megafx.ops.offload import OFFLOAD, OFFLOADED, RELOAD
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "schedule_offload"
 
 
-def schedule_offload(program: Program, planner: Planner) -> int:
+def schedule_offload(program: Program, context: CompileContext) -> int:
     """Return the number of copies."""
     parts, changes = program.partition, 0
     if parts is None:

@@ -22,14 +22,14 @@ from megafx.analysis.communication import COLLECTIVES, is_product, is_wait
 from megafx.ir.nodes import CASTS, COPIES, is_view, storage_of
 from megafx.ir.program import VAL, Phase, Program, copied_graph, graph_module
 from megafx.kernels.experts.dispatch_rows import ENDS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "start_exchanges"
 _LIGHT = COPIES | CASTS | {torch.ops.aten.reshape.default, operator.getitem}
 
 
-def start_exchanges(program: Program, planner: Planner) -> int:
+def start_exchanges(program: Program, context: CompileContext) -> int:
     """Return the number of exchanges whose start and wait are apart."""
     if program.partition is None:
         return 0

@@ -18,13 +18,13 @@ from torch import fx
 from megafx.ir.nodes import change_parts
 from megafx.ir.program import Phase, Program
 from megafx.ops import collectives  # noqa: F401  registers the ops
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def write_padded_rows(program: Program, planner: Planner) -> int:
+def write_padded_rows(program: Program, context: CompileContext) -> int:
     """Return the number of products that are padded in place."""
     return change_parts(program, write_in_padded)
 

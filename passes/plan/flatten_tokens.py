@@ -36,7 +36,7 @@ from megafx.ir.nodes import RESHAPES, draw_of, is_draw, op_name
 from megafx.ir.program import TOKENS, VAL, Builder, Phase, Program, active_nodes, inherit, recompute_val, set_at
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import owners_of
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import cost_kind
 from megafx.planner.policy import normalised_places, weight_values
 from megafx.rules.grammar import names
@@ -51,11 +51,11 @@ DIMS = frozenset(("dims", "size", "sizes", "shape", "start_dim", "end_dim", "dim
 FULL, FIRST, LAST, ROW, NONE = "full", "first", "last", "row", "none"  # what an operand has of the tokens' dims
 
 
-def flatten_tokens(program: Program, planner: Planner) -> int:
+def flatten_tokens(program: Program, context: CompileContext) -> int:
     """Return the number of values that have their tokens in one dim now."""
-    given = planner.given
-    wanted = planner.config.sequence_parallel is not False if given is None else given.flat_tokens
-    if planner.t == 1 or not wanted:
+    given = context.given
+    wanted = context.config.sequence_parallel is not False if given is None else given.flat_tokens
+    if context.t == 1 or not wanted:
         return 0
     return _Flattener(program).run()
 

@@ -22,18 +22,18 @@ from megafx.errors import PlanError
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit, located, set_at
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Accepts, Planner, accepts, output_placement
+from megafx.planner.context import Accepts, CompileContext, accepts, output_placement
 from megafx.planner.plan import Plan
 
 REQUIRES, ENSURES = Phase.PLANNED, Phase.PLACED
 NAME = "insert_transitions"
 
 
-def insert_transitions(program: Program, planner: Planner) -> int:
+def insert_transitions(program: Program, context: CompileContext) -> int:
     """Insert transitions and set `placement` on every active node; returns the number of transitions."""
-    plan, rules = planner.solved, planner.rules
+    plan, rules = context.solved, context.rules
     emitter = _TransitionEmitter(program, plan)
-    stored = _storage(program, planner)
+    stored = _storage(program, context)
     active = [n for n in program.graph.nodes if n in rules or n in stored]
     for node in active:
         node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else stored[node]
@@ -47,7 +47,7 @@ def insert_transitions(program: Program, planner: Planner) -> int:
     leaving = []
     for index, value in enumerate(program.results()):
         if isinstance(value, fx.Node) and PLACEMENT in value.meta:
-            value = emitter.leaving(value, planner.accepts[value])
+            value = emitter.leaving(value, context.accepts[value])
             program.outputs[index] = replace(program.outputs[index], placement=value.meta[PLACEMENT])
         leaving.append(value)
     program.output_node().args = (tuple(leaving),)
@@ -55,15 +55,15 @@ def insert_transitions(program: Program, planner: Planner) -> int:
     return emitter.count
 
 
-def _storage(program: Program, planner: Planner) -> dict[fx.Node, Placement]:
+def _storage(program: Program, context: CompileContext) -> dict[fx.Node, Placement]:
     """Placement of each active input: parameters as the plan says, the user's tensors whole but for shards of caches."""
     stored = {}
     for node, spec in program.input_nodes():
         value = node.meta.get(VAL)
         if spec.kind == "param":
-            stored[node] = planner.solved.params[spec.name]
+            stored[node] = context.solved.params[spec.name]
         elif spec.kind == "user" and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-            stored[node] = planner.fixed.get(spec.name, I)
+            stored[node] = context.fixed.get(spec.name, I)
     return stored
 
 

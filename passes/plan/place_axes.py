@@ -40,7 +40,7 @@ from megafx.passes.localize.rewrites import localize_mean
 from megafx.passes.plan.statistics import NAME, spell_out_statistics
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import OpChoice
 from megafx.rules.inference import is_uniform
 from megafx.rules.selected_rows import NotOwnRows, SelectedRows
@@ -72,24 +72,24 @@ class Policy:
     other: str  # what to do where it cannot be
 
 
-def policies(planner: Planner) -> list[Policy]:
+def policies(context: CompileContext) -> list[Policy]:
     """Of the axes outside of the tensor-parallel one, outermost first."""
-    if planner.data is None or planner.data.ranks == 1:
+    if context.data is None or context.data.ranks == 1:
         return []
     average = "which takes each rank's batch for itself as DistributedDataParallel does"
     other = f"Config(data_parallel_loss='average'), {average}"
-    return [Policy(BATCH_AXIS, planner.data.ranks, "batch", "data parallelism", "batch", other)]
+    return [Policy(BATCH_AXIS, context.data.ranks, "batch", "data parallelism", "batch", other)]
 
 
-def place_axes(program: Program, planner: Planner) -> int:
+def place_axes(program: Program, context: CompileContext) -> int:
     """Fill `program.batch`; returns the number of draws and means changed and of transitions made.
 
     With data_parallel_loss="average" each rank's loss is of its own rows: nothing is typed, and draws are as the rank's
     generator has it. Raises PlanError where an op mixes rows.
     """
     changes = 0
-    for policy in policies(planner) if program.batch is None else ():  # a stage of a pipeline was typed with the whole
-        if planner.config.data_parallel_loss == "average":
+    for policy in policies(context) if program.batch is None else ():  # a stage of a pipeline was typed with the whole
+        if context.config.data_parallel_loss == "average":
             program.batch = Batch(policy.ranks, {}, (R,) * len(program.outputs), False, False, False)
             changes += _share_buffers(program, policy)
             continue
@@ -102,8 +102,8 @@ def place_axes(program: Program, planner: Planner) -> int:
             )
         typer = Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()
-    if program.batch is not None and planner.data is not None:
-        program.batch = replace(program.batch, axes=planner.data.mesh)
+    if program.batch is not None and context.data is not None:
+        program.batch = replace(program.batch, axes=context.data.mesh)
     return changes
 
 

@@ -33,7 +33,7 @@ from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit, new_call
 from megafx.ir.sizes import is_size
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.placements.data_axis import CONTEXT_AXIS
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 NAME = "choose_kept"
 
@@ -45,9 +45,9 @@ def promised_bytes(budget: Any, without: int) -> int | None:
     return budget if isinstance(budget, int) else None
 
 
-def allowed(program: Program, planner: Planner) -> Any:
+def allowed(program: Program, context: CompileContext) -> Any:
     """-> function: True if a node may be recomputed. Ranks that own experts need different values: collectives run once."""
-    axes = () if planner.owners else (planner.solved.axis, CONTEXT_AXIS)
+    axes = () if context.owners else (context.solved.axis, CONTEXT_AXIS)
     return lambda node: is_replayable(node, *axes)
 
 
@@ -86,10 +86,10 @@ class Offload(Protocol):
 class Spender:
     """Drops what a `Kept` keeps. offload: what has gone to the host, and what may."""
 
-    def __init__(self, program: Program, planner: Planner, kept: Kept, offload: Offload | None = None) -> None:
-        self.program, self.planner, self.kept, self.offload = program, planner, kept, offload
+    def __init__(self, program: Program, context: CompileContext, kept: Kept, offload: Offload | None = None) -> None:
+        self.program, self.context, self.kept, self.offload = program, context, kept, offload
         self.away = {} if offload is None else offload.away
-        self.allowed = allowed(program, planner)
+        self.allowed = allowed(program, context)
         self.total = total_bytes(program, (n for n in kept.saved if n not in self.away))
         self.layer = layers_of(program)
         self.count = max(self.layer.values(), default=0) + 1
@@ -116,12 +116,12 @@ class Spender:
             self.total -= bytes_of(self.program, node)
         if self.total > promise:
             worst = max(self.kept.saved, key=lambda n: bytes_of(self.program, n))
-            budget = self.planner.config.activation_memory_budget
+            budget = self.context.config.activation_memory_budget
             found = (
                 f"activation_memory_budget={budget!r} is {promise:,} bytes at the sizes that are priced, but backward needs "
                 f"{self.total:,} that cannot be recomputed"
             )
-            if isinstance(budget, int) or self.planner.fits:
+            if isinstance(budget, int) or self.context.fits:
                 fix = f"a budget of at least {self.total:,} bytes; the largest value that must stay is %{worst.name}"
                 raise PlanError(found, fix=fix, module=fqn_of(worst))
             self.program.note(NAME, f"{found}: they are kept, the largest here", worst)
@@ -259,7 +259,7 @@ class Spender:
 
     def _seconds(self, node: fx.Node) -> float:
         if node not in self.times:
-            self.times[node] = seconds(self.program, node, self.planner.hardware, self.planner.t)
+            self.times[node] = seconds(self.program, node, self.context.hardware, self.context.t)
         return self.times[node]
 
 

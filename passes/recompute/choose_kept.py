@@ -37,7 +37,7 @@ from megafx.passes.recompute.budget import NAME, Spender, layers_of, promised_by
 from megafx.passes.recompute.distribute import distribute
 from megafx.passes.recompute.offload import Offload, emit_offload
 from megafx.passes.recompute.regions import regions_of, tag_regions
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 mfx = torch.ops.megafx
@@ -49,42 +49,42 @@ _NORMS: dict[Any, tuple[Any, slice]] = {
 }
 
 
-def choose_kept(program: Program, planner: Planner) -> int:
+def choose_kept(program: Program, context: CompileContext) -> int:
     """Tag what backward recomputes; return the number of nodes. `program.recomputed` has the result."""
-    with program.sizes.at_call() if planner.at_call else contextlib.nullcontext():
-        return _choose(program, planner)
+    with program.sizes.at_call() if context.at_call else contextlib.nullcontext():
+        return _choose(program, context)
 
 
-def _choose(program: Program, planner: Planner) -> int:
-    if not any(o.kind == "gradient" for o in program.outputs) or not is_asked(program, planner.config):
+def _choose(program: Program, context: CompileContext) -> int:
+    if not any(o.kind == "gradient" for o in program.outputs) or not is_asked(program, context.config):
         return 0
     again = split_norms(program)
     before = _kept(program)
     without = total_bytes(program, before.saved)
-    regions = regions_of(program, planner)
-    tags = tag_regions(program, planner, regions)
+    regions = regions_of(program, context)
+    tags = tag_regions(program, context, regions)
     mark(tags)
-    promise = promised_bytes(planner.config.activation_memory_budget, without)
+    promise = promised_bytes(context.config.activation_memory_budget, without)
     kept, offload = _kept(program), None
-    if planner.config.cpu_offloading:
-        offload = Offload(program, planner, kept, layers_of(program))
+    if context.config.cpu_offloading:
+        offload = Offload(program, context, kept, layers_of(program))
         offload.choose(total_bytes(program, kept.saved), promise)
     if promise is not None:
-        mark(Spender(program, planner, kept, offload).spend(promise))
+        mark(Spender(program, context, kept, offload).spend(promise))
     before_joining = {both: both.all_input_nodes[0] for both in again}
     join_norms(program, again)
     moved = 0
-    if planner.config.distribute_saved_activations:
-        distribute(program, planner, _kept(program))
+    if context.config.distribute_saved_activations:
+        distribute(program, context, _kept(program))
     if offload is not None:
         kept = _kept(program)
         away = dict.fromkeys(before_joining.get(n, n) for n in offload.away)
         moved = emit_offload(program, [n for n in kept.saved if n in away], layers_of(program))
     kept = _kept(program)
     made = [n for n in kept.again if n.meta.get(RECOMPUTE) and n not in before.again]
-    time = sum(seconds(program, n, planner.hardware, planner.t) for n in made)
-    absolute = isinstance(planner.config.activation_memory_budget, int) or planner.fits
-    at = kept_formula(program, kept) if absolute and planner.at_call else None
+    time = sum(seconds(program, n, context.hardware, context.t) for n in made)
+    absolute = isinstance(context.config.activation_memory_budget, int) or context.fits
+    at = kept_formula(program, kept) if absolute and context.at_call else None
     program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time, at, moved)
     program.graph.lint()
     return len(made)

@@ -22,12 +22,12 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.ops.again import AGAIN
 from megafx.passes.communicate.emit import NodeOps
 from megafx.passes.recompute.budget import NAME, layers_of, model_places
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 
-def distribute(program: Program, planner: Planner, kept: Kept) -> int:
+def distribute(program: Program, context: CompileContext, kept: Kept) -> int:
     """Return the number of values that are split."""
-    if planner.t == 1:
+    if context.t == 1:
         return 0
     layer = layers_of(program)
     places = model_places(program, layer)
@@ -38,11 +38,11 @@ def distribute(program: Program, planner: Planner, kept: Kept) -> int:
         inside = any(layer.get(r) in places for r in readers) and not any(r in kept.lazy for r in readers)
         if not inside or in_backward(value) or storage_of(value) in outputs or not _is_whole(value):
             continue
-        dim = _even_dim(value.meta[VAL], planner.t)
+        dim = _even_dim(value.meta[VAL], context.t)
         if dim is None:
-            program.note("recompute", f"kept whole on each rank: no dim of it divides by {planner.t}", value)
+            program.note("recompute", f"kept whole on each rank: no dim of it divides by {context.t}", value)
         else:
-            _spread(program, planner, value, dim)
+            _spread(program, context, value, dim)
             count += 1
     return count
 
@@ -63,10 +63,10 @@ def _even_dim(value: torch.Tensor, t: int) -> int | None:
     return next((d for d, n in reversed([*enumerate(value.shape)]) if isinstance(n, int) and n % t == 0), None)
 
 
-def _spread(program: Program, planner: Planner, value: fx.Node, dim: int) -> None:
-    t, readers, shape = planner.t, list(value.users), value.meta[VAL].shape
+def _spread(program: Program, context: CompileContext, value: fx.Node, dim: int) -> None:
+    t, readers, shape = context.t, list(value.users), value.meta[VAL].shape
     where = value.next
-    ops = NodeOps(program, where, SizeEmitter(program.graph, program.sizes), planner.solved.axis, NAME)
+    ops = NodeOps(program, where, SizeEmitter(program.graph, program.sizes), context.solved.axis, NAME)
     ops.build.origin = value
     part = math.prod(n // t if d == dim else n for d, n in enumerate(shape))
     own = ops.rank_select(ops.view(ops.contiguous(value), [t, part]))

@@ -25,7 +25,7 @@ from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, new_call
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import OFFLOAD, RELOAD, RELOADED
 from megafx.passes.recompute.budget import NAME, model_places, whole
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 # Fraction of the link's rate that copies get beside a step.
 BESIDE = 0.8
@@ -34,8 +34,8 @@ BESIDE = 0.8
 class Offload:
     """What goes to the host. away: values; they count as no longer kept."""
 
-    def __init__(self, program: Program, planner: Planner, kept: Kept, layer: Mapping[fx.Node, int]) -> None:
-        self.program, self.planner, self.kept, self.layer = program, planner, kept, layer
+    def __init__(self, program: Program, context: CompileContext, kept: Kept, layer: Mapping[fx.Node, int]) -> None:
+        self.program, self.context, self.kept, self.layer = program, context, kept, layer
         self.away: dict[fx.Node, None] = {}
         places = model_places(program, layer)
         if not places:
@@ -43,7 +43,7 @@ class Offload:
                 "cpu_offloading=True, but this model has no layers (sibling modules with the same parameters)",
                 fix="activation_memory_budget without cpu_offloading, or torch.utils.checkpoint",
             )
-        count, last = planner.config.cpu_offloading_num_layers, max(places.values())
+        count, last = context.config.cpu_offloading_num_layers, max(places.values())
         self.layers = {n for n, place in places.items() if (place < last if count is None else place < count)}
         outputs = {
             storage_of(r) for r, o in zip(program.results(), program.outputs, strict=True) if isinstance(r, fx.Node)
@@ -64,10 +64,10 @@ class Offload:
             for n in self.program.graph.nodes
             if n in self.kept.saved and self.layer.get(n) in self.layers and self.may(n)
         ]
-        if promise is None or self.planner.config.cpu_offloading_num_layers is not None:
+        if promise is None or self.context.config.cpu_offloading_num_layers is not None:
             self.away |= dict.fromkeys(found)
             return
-        link = _Link(self.program, self.planner, self.layer)
+        link = _Link(self.program, self.context, self.layer)
         for node in sorted(found, key=link.price, reverse=True):
             if total <= promise:
                 break
@@ -84,8 +84,8 @@ class Offload:
 class _Link:
     """Copies to the host, one after the other, while forward computes; backward takes longer, so copies back hide as well."""
 
-    def __init__(self, program: Program, planner: Planner, layer: Mapping[fx.Node, int]) -> None:
-        hardware = planner.hardware
+    def __init__(self, program: Program, context: CompileContext, layer: Mapping[fx.Node, int]) -> None:
+        hardware = context.hardware
         if hardware.host_bytes_per_second is None:
             raise PlanError(
                 f"cpu_offloading with a budget is priced by the link to the host, which the profile '{hardware.name}' lacks",
@@ -100,7 +100,7 @@ class _Link:
         for node in program.graph.nodes:
             if not in_backward(node):
                 begin.setdefault(layer.get(node, 0), end)
-                self.seconds[node] = seconds(program, node, hardware, planner.t)
+                self.seconds[node] = seconds(program, node, hardware, context.t)
                 end += self.seconds[node]
                 self.made[node] = end
         # when forward waits for copies of a layer's values

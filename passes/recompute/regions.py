@@ -20,7 +20,7 @@ from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import RECOMPUTE, REGION, VAL, Program, fqn_of
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.passes.recompute.budget import allowed, layers_of, model_places, whole
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import MATMUL, cost_kind
 
 OUTSIDE = None  # the region of nodes that are in none
@@ -44,9 +44,9 @@ class Regions:
     dropped: set[fx.Node] = field(default_factory=set)
 
 
-def regions_of(program: Program, planner: Planner) -> Regions:
+def regions_of(program: Program, context: CompileContext) -> Regions:
     """What the model's calls of checkpoint and the config say. Raises ConfigError for a name that matches nothing."""
-    config, found = planner.config, Regions()
+    config, found = context.config, Regions()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     for node in nodes:
         if node.meta.get(REGION) is not None:
@@ -131,7 +131,7 @@ def _attention_cores(forward: list[fx.Node]) -> Iterator[list[fx.Node]]:
         yield list(inside)
 
 
-def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx.Node]:
+def tag_regions(program: Program, context: CompileContext, regions: Regions) -> list[fx.Node]:
     """The nodes that backward recomputes because of regions."""
     kept = Kept(program, lambda n: bool(n.meta.get(RECOMPUTE)))
     needed: dict[fx.Node, set[Hashable]] = {}
@@ -139,7 +139,7 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
         outer = [r for r in readers if r not in kept.again]
         if outer:
             needed[node] = {regions.of.get(r, OUTSIDE) if in_backward(r) else OUTSIDE for r in outer}
-    may = allowed(program, planner)
+    may = allowed(program, context)
     tags: list[fx.Node] = []
     stuck: dict[str, fx.Node] = {}
     # op with several results, or a collective -> its results that are needed

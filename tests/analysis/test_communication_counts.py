@@ -27,7 +27,7 @@ from megafx.ir.program import PHASE, Partition, Program
 from megafx.placements.types import ALL_GATHER as AG
 from megafx.placements.types import ALL_REDUCE as AR
 from megafx.placements.types import REDUCE_SCATTER as RS
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 LAYERS = 2
 WIDTH = {"gpt3": 12288, "llama": 4096}
@@ -40,11 +40,11 @@ CASES = [("gpt3", 8), ("llama", 4)]
 
 @cache
 def _compiled(name: str, t: int, sequence_parallel: bool, regather: bool = False, merge: bool = True) -> Compiled:
-    passes = (("after coalesce_gradients", lambda program, planner: tag_regathers(program)),) if regather else ()
+    passes = (("after coalesce_gradients", lambda program, context: tag_regathers(program)),) if regather else ()
     workload: dict[str, Any] = {"micro_batch_size": 1, "seq_length": SEQ[name]}
     config = Config(sequence_parallel=sequence_parallel, passes=passes, merge_linears=merge, **workload)
-    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
-    return compile_program(real_sizes.captured(name, LAYERS).copy(), planner)
+    context = make_context(t, config, wants_grad=lambda spec: spec.kind == "param")
+    return compile_program(real_sizes.captured(name, LAYERS).copy(), context)
 
 
 def _program(name: str, t: int, sequence_parallel: bool) -> Program:

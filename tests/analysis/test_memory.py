@@ -34,7 +34,7 @@ from megafx.passes.lower.partition import cut
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.cost import matmul_seconds
 from megafx.planner.hardware import Hardware
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 class Held(TorchDispatchMode):
@@ -101,7 +101,7 @@ def test_what_is_predicted_is_what_graphs_hold(
     monkeypatch.setattr("megafx.analysis.memory._workspace", lambda program, node: 0)  # it is not returned, so not seen
     case = Case.of(name, layers=2, dropout=0.1)
     made = case.compile(1, activation_memory_budget=budget, lazy_outputs=False)
-    made.planner.at_call = True
+    made.context.at_call = True
     found = made.memory()
     assert found.workload == {"batch": 2, "seq": 16} and found.backward is not None
     forward, backward, saved = measured(case, made)
@@ -156,8 +156,8 @@ def blocks() -> Any:
 def kept(t: int, sp: bool, **options: Any) -> float:
     """Bytes that the middle one of three GPT blocks keeps, in units of sbh, at 16 bits."""
     config = megafx.Config(sequence_parallel=sp, micro_batch_size=B, seq_length=S, **options)
-    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
-    program = compile_program(blocks().copy(), planner).program
+    context = make_context(t, config, wants_grad=lambda spec: spec.kind == "param")
+    program = compile_program(blocks().copy(), context).program
     saved = [s for s in cut(program).saved if s.fqn.startswith("h.1") and s.numel]
     return sum(program.sizes.workload(s.numel) * s.itemsize for s in saved) / (S * B * H)
 
@@ -244,9 +244,9 @@ def test_fit_takes_the_largest_budget_that_the_device_has_room_for() -> None:
     options = {"wants_grad": lambda spec: spec.kind == "param"}
 
     def fitted(device_bytes: int | None) -> Compiled:
-        planner = make_planner(1, megafx.Config(activation_memory_budget="fit", micro_batch_size=64), **options)
-        planner.device_bytes = device_bytes
-        return compile_program(case.program.copy(), planner)
+        context = make_context(1, megafx.Config(activation_memory_budget="fit", micro_batch_size=64), **options)
+        context.device_bytes = device_bytes
+        return compile_program(case.program.copy(), context)
 
     whole = fitted(10**12)
     assert whole.program.recomputed is not None and whole.program.recomputed.kept == whole.program.recomputed.without
@@ -285,10 +285,10 @@ def test_a_budget_brings_the_peak_down() -> None:
     made = Case.of("nanogpt", layers=2, embd=64).compile(1, micro_batch_size=16)
     peaks = []
     for tenths in (10, 8, 6, 4):
-        program, planner = made.program.copy(), copy.copy(made.planner)
-        planner.config = planner.config.replace(activation_memory_budget=tenths / 10)
-        choose_kept(program, planner)
-        found = Compiled(program, planner).memory()
+        program, context = made.program.copy(), copy.copy(made.context)
+        context.config = context.config.replace(activation_memory_budget=tenths / 10)
+        choose_kept(program, context)
+        found = Compiled(program, context).memory()
         assert found.backward is not None
         peaks.append(max(found.forward.peak, found.backward.peak))
     assert max(peaks) == peaks[0] and peaks[-1] < 0.95 * peaks[0]

@@ -14,8 +14,8 @@ from megafx.ir.nodes import argument, draw_of, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
-from megafx.planner.context import Planner
-from megafx.testing import make_planner
+from megafx.planner.context import CompileContext
+from megafx.testing import make_context
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -108,7 +108,7 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
     """With padding the mask is the bias of [1, n, s, t], and the key_mask is [b, t]: nothing of [b, n, s, t] is made."""
     program = capture_call(_model("T5ForConditionalGeneration", T5), (), _inputs(2, 16, True))
     canonicalize_program(program)
-    describe_masks(program, make_planner())
+    describe_masks(program, make_context())
     found = [n for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
     masks = [
         tuple(None if a is None else a.meta["val"].dim() for a in (argument(node, "mask"), argument(node, "key_mask")))
@@ -131,7 +131,7 @@ def test_packed_positions_are_segments_and_a_users_mask_stays() -> None:
         program = capture_call(model, (), inputs | extra)
         canonicalize_program(program)
         assert all(n.target is torch.ops.aten.scaled_dot_product_attention.default for n in _attentions(program))
-        describe_masks(program, make_planner())
+        describe_masks(program, make_context())
         for node in _attentions(program):
             packed = node.target is torch.ops.megafx.attention.default and argument(node, "segments") is not None
             assert packed == ("position_ids" in extra)
@@ -144,7 +144,7 @@ def test_packed_sequences_with_a_window_on_ranks_that_cut_them() -> None:
     """Places in a document count as positions within it: causal and window are flags, and nothing of [s, s] is made."""
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

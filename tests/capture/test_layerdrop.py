@@ -20,7 +20,7 @@ from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.errors import CaptureError
 from megafx.placements.data_axis import DataAxis
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 IDS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(0))
 CALL = {"input_ids": IDS, "labels": IDS}
@@ -64,7 +64,7 @@ def test_each_call_drops_layers_by_its_seed() -> None:
     for t in (1, 3):
         config = Config(passes=(("after canonicalize", promote_casts),))
         compiled = compile_program(
-            program.copy(), make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
+            program.copy(), make_context(t, config, wants_grad=lambda spec: spec.kind == "param")
         )
         values = values_of(compiled.program, model, CALL)
         (seed,) = [i.name for i in compiled.program.inputs if i.kind == "seed"]

@@ -15,7 +15,7 @@ from megafx.errors import PlacementError, UsageError
 from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import draw_of, is_draw, set_arguments
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 
 class Block(nn.Module):
@@ -120,7 +120,7 @@ def test_outputs_of_all_ranks_are_those_of_the_whole_batch():
 def test_types_of_the_outer_axis_find_each_lost_transition(t):
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -142,7 +142,7 @@ def test_types_of_the_outer_axis_find_each_lost_transition(t):
     check_batch_types(joint)
 
 
-def without_a_sum(program: Program, planner: Planner) -> int:
+def without_a_sum(program: Program, context: CompileContext) -> int:
     """A pass that loses a sum over data-parallel ranks."""
     node = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.transition.default)[0]
     node.replace_all_uses_with(node.args[0])

@@ -27,8 +27,8 @@ from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
 from megafx.ir.program import PHASE, Program
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from megafx.planner.context import Planner
-from megafx.testing import make_planner
+from megafx.planner.context import CompileContext
+from megafx.testing import make_context
 
 T = 2
 SEQUENCE_PARALLEL = {"nanogpt": True, "llama": False}
@@ -60,15 +60,15 @@ def _control(name: str) -> Control:
     case = harness.Case.of(name)
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
     passes = (("after canonicalize", harness.promote_casts), ("after coalesce_gradients", keep))
     config = Config(sequence_parallel=SEQUENCE_PARALLEL[name], passes=passes)
-    planner = make_planner(T, config, wants_grad=lambda spec: spec.kind == "param")
+    context = make_context(T, config, wants_grad=lambda spec: spec.kind == "param")
     inputs = case.inputs(2, 13)
-    return Control(case, compile_program(case.program.copy(), planner), kept[0], inputs, case.reference(inputs))
+    return Control(case, compile_program(case.program.copy(), context), kept[0], inputs, case.reference(inputs))
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: st
     """4 heads on 4 ranks with keys and values of fewer: gathered from parts of a head, or computed whole on every rank."""
     ranks, case, kept = 4, harness.Case.of("llama", kv=kv), []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -174,8 +174,8 @@ def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: st
     config = Config(
         passes=(("after canonicalize", harness.promote_casts), ("after coalesce_gradients", keep)), **options
     )
-    planner = make_planner(ranks, config, wants_grad=lambda spec: spec.kind == "param")
-    plan = compile_program(case.program.copy(), planner).plan
+    context = make_context(ranks, config, wants_grad=lambda spec: spec.kind == "param")
+    plan = compile_program(case.program.copy(), context).plan
     keys = [p for name, p in plan.params.items() if "k_proj" in name or "v_proj" in name]
     assert keys and {p.kind for p in keys} == {stored}
     check_types(kept[0], plan, ranks)
@@ -213,7 +213,7 @@ def test_types_alone() -> None:
     verdict = megafx.verify(model.to("meta"), Config(tensor_model_parallel_size=2), example_inputs=call, types=True)
     assert verdict and str(verdict).startswith("typed: 2 ranks")
 
-    def break_one(program: Program, planner: Planner) -> int:
+    def break_one(program: Program, context: CompileContext) -> int:
         node = next(n for n in program.graph.nodes if is_transition(n) and n.args[1] == "P")
         node.replace_all_uses_with(node.args[0])
         program.graph.erase_node(node)

@@ -15,8 +15,8 @@ from megafx.debugging import debug
 from megafx.errors import MegafxError
 from megafx.ir.program import PHASE, Program
 from megafx.placements.data_axis import DataAxis
-from megafx.planner.context import Planner
-from megafx.testing import make_planner
+from megafx.planner.context import CompileContext
+from megafx.testing import make_context
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
@@ -37,9 +37,9 @@ def compile_gpt(*passes, t=2, data=None, **options):
     ids = torch.zeros(2, 8, dtype=torch.long)
     program = capture_call(model, (ids, ids), {})
     config = megafx.Config(tensor_model_parallel_size=t, passes=passes, **options)
-    planner = make_planner(t, config, hardware="cpu-gloo", wants_grad=lambda spec: spec.kind == "param", data=data)
+    context = make_context(t, config, hardware="cpu-gloo", wants_grad=lambda spec: spec.kind == "param", data=data)
     with debug(check=2):
-        return compile_program(program, planner)
+        return compile_program(program, context)
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"t": 3, "sequence_parallel": True}])
@@ -48,14 +48,14 @@ def test_the_pipeline_changes_no_numbers(options):
     assert compile_gpt(**options).program.gm is not None
 
 
-def drop_a_bias(program: Program, planner: Planner) -> int:
+def drop_a_bias(program: Program, context: CompileContext) -> int:
     """A pass with a fault in the forward."""
     node = program.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
     node.args = node.args[:2]
     return 1
 
 
-def lose_a_gradient_collective(program: Program, planner: Planner) -> int:
+def lose_a_gradient_collective(program: Program, context: CompileContext) -> int:
     """A pass with a fault in the backward: one all-reduce is left out on the way back."""
     for node in program.graph.find_nodes(op="call_function", target=mfx.transition.default):
         if node.meta.get(PHASE) == "backward" and (node.args[1], node.args[2]) == ("P", "I"):
@@ -96,7 +96,7 @@ def test_data_parallel_passes_keep_numbers(data, t, options):
 def lose(op: str, place: int) -> PassFunction:
     """A pass that takes one rank's value for what the op makes of all."""
 
-    def lose_a_sum(program: Program, planner: Planner) -> int:
+    def lose_a_sum(program: Program, context: CompileContext) -> int:
         node = [n for n in program.graph.nodes if op in str(n.target)][place]
         (node if op == "transition" else next(iter(node.users))).replace_all_uses_with(node.args[0])
         return 1

@@ -131,7 +131,7 @@ def test_classes_and_what_is_taken_as_alike(whole: Compiled, monkeypatch: pytest
 
 def test_too_large() -> None:
     made = compiled(tensor_model_parallel_size=2, hardware="h100-nvlink")
-    made.planner.device_bytes = 2**20
+    made.context.device_bytes = 2**20
     found = rehearse_compiled(made, 2)
     assert not found and " no\n" in str(found)
 

@@ -251,7 +251,7 @@ def test_expect_shows_what_is_there() -> None:
 def test_run_pass_leaves_its_input_alone_and_checks_the_contract() -> None:
     program = graph(lambda x: aten.mul(x, 2.0), x="f32[4] I@tp", local=True)
 
-    def in_place(program: Program, planner: Any) -> int:
+    def in_place(program: Program, context: Any) -> int:
         (node,) = program.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         node.target = aten.mul_.Tensor
         return 1

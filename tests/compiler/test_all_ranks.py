@@ -21,8 +21,8 @@ from megafx.ir.program import Program
 from megafx.ops.axes import Mesh
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.placements.data_axis import TENSOR_AXIS
-from megafx.planner.context import Planner
-from megafx.testing import make_planner
+from megafx.planner.context import CompileContext
+from megafx.testing import make_context
 
 F64 = torch.float64
 all_reduce = torch.ops._c10d_functional.all_reduce.default
@@ -43,7 +43,7 @@ X = torch.randn(4, 3, 6, dtype=F64)
 def compiled(t: int) -> tuple[Compiled, dict[str, Any]]:
     torch.manual_seed(0)
     model = Net()
-    made = compile_program(capture_call(model, (X,), {}), make_planner(t))
+    made = compile_program(capture_call(model, (X,), {}), make_context(t))
     values = {n: v.detach() for n, v in input_values(made.program, model, (X,), {}).items()}
     return made, values
 
@@ -51,8 +51,8 @@ def compiled(t: int) -> tuple[Compiled, dict[str, Any]]:
 def broken(after: Any) -> Any:
     """`reuse_buffers` that leaves each backward graph with a fault."""
 
-    def reuse_buffers_broken(program: Program, planner: Planner) -> int:
-        changes = reuse_buffers(program, planner)
+    def reuse_buffers_broken(program: Program, context: CompileContext) -> int:
+        changes = reuse_buffers(program, context)
         assert program.partition is not None
         for gm in (program.partition.backward, program.partition.last_backward):
             assert gm is not None

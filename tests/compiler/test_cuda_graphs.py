@@ -50,7 +50,7 @@ def replays(monkeypatch) -> list[str]:
 
     def executable(self, *args):
         made = make(self, *args)
-        return made.recorded(True, found.append) if self.planner.config.cuda_graphs else made
+        return made.recorded(True, found.append) if self.context.config.cuda_graphs else made
 
     replay, make = cuda_graphs._Recorded.replay, Compiled.executable
     monkeypatch.setattr(cuda_graphs.CudaGraphs, "_graph", record)

@@ -12,7 +12,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.program import Phase, Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.placements.data_axis import DataAxis
-from megafx.testing import expect, make_planner
+from megafx.testing import expect, make_context
 
 
 class Block(nn.Module):
@@ -46,13 +46,13 @@ return %10"""
 def cut(ranks: int, length: int = 6, causal: bool = True) -> tuple[Program, int]:
     program = capture_call(Block(causal), (torch.zeros(2, length, dtype=torch.long),), {})
     canonicalize_program(program)
-    return program, cut_sequence(program, make_planner(data=DataAxis(1, context=ranks)))
+    return program, cut_sequence(program, make_context(data=DataAxis(1, cp=ranks)))
 
 
 def test_keys_and_values_are_gathered_for_some_of_the_queries():
     program, count = cut(2)
     assert count == 3 and program.phase == Phase.CANONICAL
-    assert program.batch is not None and (program.batch.ranks, program.batch.context) == (1, 2)
+    assert program.batch is not None and (program.batch.ranks, program.batch.cp) == (1, 2)
     expect(program, CUT)
 
 
@@ -66,6 +66,6 @@ def test_one_rank_is_left_as_it_is():
     program = capture_call(Block(), (torch.zeros(2, 6, dtype=torch.long),), {})
     canonicalize_program(program)
     before = str(program.graph)
-    assert cut_sequence(program, make_planner()) == 0
-    assert cut_sequence(program, make_planner(data=DataAxis(2))) == 0
+    assert cut_sequence(program, make_context()) == 0
+    assert cut_sequence(program, make_context(data=DataAxis(2))) == 0
     assert str(program.graph) == before and program.batch is None

@@ -19,7 +19,7 @@ from megafx.compiler.runner import Runner
 from megafx.compiler.stages import runner_of
 from megafx.ir import dump
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 
@@ -37,11 +37,11 @@ def test_a_planned_program_is_compiled_to_what_its_capture_is(name: str, sequenc
     model, inputs = zoo.build(name)
     program = capture_call(model, (), inputs(2, 8))
     config = megafx.Config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    planner = Planner(config, 2, HARDWARE, wants_grad=lambda spec: spec.kind == "param")
-    placed, own = program.copy(), replace(planner)
+    context = CompileContext(config, 2, HARDWARE, wants_grad=lambda spec: spec.kind == "param")
+    placed, own = program.copy(), replace(context)
     plan = plan_only(placed, own)
     fixed = dict(plan.params)
-    again = compile_program(program.copy(), replace(planner, given=plan, fixed=fixed))
+    again = compile_program(program.copy(), replace(context, given=plan, fixed=fixed))
     own.fixed, own.given = fixed, plan
     once = compile_program(placed, own)
     assert text(once.program) == text(again.program)
@@ -75,14 +75,14 @@ def test_the_layout_that_was_tried_is_not_planned_again(
     model, inputs = zoo.build("nanogpt")
     program = capture_call(model, (), inputs(2, 8))
     config = megafx.Config(tensor_model_parallel_size=2)
-    planner = Planner(config, 2, HARDWARE, wants_grad=lambda spec: spec.kind == "param", agree=agree)
-    placed, own = program.copy(), replace(planner)
+    context = CompileContext(config, 2, HARDWARE, wants_grad=lambda spec: spec.kind == "param", agree=agree)
+    placed, own = program.copy(), replace(context)
     runner = runner_of(own)
     plan_only(placed, own, runner)
     assert ran["flatten_tokens"] == ran["plan_sharding"] == times and ran["fuse"] == 1
     assert own.config is config and own.agree is agree
     monkeypatch.setattr(Runner, "shows_nothing", False)
-    again, other = program.copy(), replace(planner)
+    again, other = program.copy(), replace(context)
     shown = runner_of(other)
     plan_only(again, other, shown)
     assert text(placed) == text(again) and own.solved.to_json() == other.solved.to_json()

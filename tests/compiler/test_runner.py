@@ -15,14 +15,14 @@ from megafx.debugging import Debug
 from megafx.errors import ConfigError, MegafxError
 from megafx.ir.program import VAL, Input, Output, Phase, Program
 from megafx.ir.sizes import Sizes
-from megafx.planner.context import Planner
-from megafx.testing import make_planner
+from megafx.planner.context import CompileContext
+from megafx.testing import make_context
 
 aten = torch.ops.aten
 
 
 def run(program: Program, passes: list[Pass], settings: Debug) -> list[PassRecord]:
-    return Runner(make_planner(), settings=settings).run(program, passes)
+    return Runner(make_context(), settings=settings).run(program, passes)
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def program() -> Program:
     return Program(gm, [Input("user", "x")], [Output("user", "y")], Sizes(), fake_mode, spec)
 
 
-def canonicalize(program: Program, planner: Planner) -> int:
+def canonicalize(program: Program, context: CompileContext) -> int:
     program.phase = Phase.CANONICAL
     return 0
 
 
-def use_abs(program: Program, planner: Planner) -> int:
+def use_abs(program: Program, context: CompileContext) -> int:
     """neg -> abs, as a pass with a change."""
     nodes = program.graph.find_nodes(op="call_function", target=aten.neg.default)
     for node in nodes:
@@ -46,7 +46,7 @@ def use_abs(program: Program, planner: Planner) -> int:
     return len(nodes)
 
 
-def plan(program: Program, planner: Planner) -> int:
+def plan(program: Program, context: CompileContext) -> int:
     program.phase = Phase.PLANNED
     return 1
 
@@ -143,13 +143,13 @@ def test_unknown_names(program, settings):
 def test_wrong_phase(program):
     with pytest.raises(MegafxError, match="pass 'plan' requires phase CANONICAL, but the program is at CAPTURED"):
         run(program, PASSES[2:], Debug())
-    broken = Pass("plan", lambda program, planner: 0, (Phase.CAPTURED,), Phase.PLANNED)
+    broken = Pass("plan", lambda program, context: 0, (Phase.CAPTURED,), Phase.PLANNED)
     with pytest.raises(MegafxError, match="pass 'plan' left phase CAPTURED, but its contract says PLANNED"):
         run(program, [broken], Debug())
 
 
 def test_a_pass_that_breaks_the_graph_is_caught(program):
-    def break_it(program: Program, planner: Planner) -> int:
+    def break_it(program: Program, context: CompileContext) -> int:
         neg, relu = list(program.graph.nodes)[1:3]
         relu.append(neg)  # now used before it is computed
         return 1
@@ -158,8 +158,8 @@ def test_a_pass_that_breaks_the_graph_is_caught(program):
         run(program, [Pass("break_it", break_it)], Debug())
 
 
-def my_pass(program: Program, planner: Planner) -> int:
-    return planner.t
+def my_pass(program: Program, context: CompileContext) -> int:
+    return context.t
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_pass_of_reads_the_contract_of_its_module(monkeypatch):
 
 def checked(program: Program, passes: list[Pass]) -> list[PassRecord]:
     """As the pipeline runs them under MEGAFX_CHECK=2."""
-    return Runner(make_planner(), settings=Debug(check=2)).run(program, passes, NumberCheck(1))
+    return Runner(make_context(), settings=Debug(check=2)).run(program, passes, NumberCheck(1))
 
 
 def test_check_2_names_the_first_pass_that_changed_numbers(program):
@@ -206,7 +206,7 @@ def test_check_2_names_the_first_pass_that_changed_numbers(program):
 
 
 def test_check_2_accepts_what_changes_nothing(program):
-    def double_negation(program: Program, planner: Planner) -> int:
+    def double_negation(program: Program, context: CompileContext) -> int:
         relu = next(iter(program.graph.find_nodes(op="call_function", target=aten.relu.default)))
         with program.graph.inserting_before(relu), program.fake_mode:
             for _ in range(2):
@@ -232,10 +232,10 @@ def test_a_pass_after_the_cut_changes_what_runs_or_is_an_error() -> None:
             node.target = aten.sin.default
         return len(nodes)
 
-    def whole(program: Program, planner: Planner) -> int:
+    def whole(program: Program, context: CompileContext) -> int:
         return swap(program.graph)
 
-    def part(program: Program, planner: Planner) -> int:
+    def part(program: Program, context: CompileContext) -> int:
         assert program.partition is not None
         return swap(program.partition.forward.graph)
 

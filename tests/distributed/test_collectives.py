@@ -16,7 +16,7 @@ from megafx.ops import axes, collectives
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import TRANSITIONS, Layout
-from megafx.testing import graph, make_planner, run_logically, run_pass, transition, with_backward
+from megafx.testing import graph, make_context, run_logically, run_pass, transition, with_backward
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 ROWS = sorted(row for row in TRANSITIONS if "M" not in row)  # maxima have no gradient: tests/placements/test_maxima.py
@@ -86,7 +86,7 @@ def test_a_transition_changes_no_logical_value_nor_gradient(row: tuple[str, str]
 def test_its_expansion_means_the_same(row: tuple[str, str], t: int) -> None:
     for dim, cut in cases(row, t):
         program = with_backward(program_of(row, cut, dim, t))
-        assert expand_transitions(program, make_planner()) == 2
+        assert expand_transitions(program, make_context()) == 2
         assert failures(program, t) == ""
 
 
@@ -98,7 +98,7 @@ def test_another_cut_of_the_same_dim(t: int) -> None:
     )
     assert failures(program, t) == ""
     program = with_backward(program)
-    expand_transitions(program, make_planner())
+    expand_transitions(program, make_context())
     assert failures(program, t) == ""
 
 

@@ -16,7 +16,7 @@ from megafx.config import Config
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 
 class Flex(nn.Module):
@@ -79,7 +79,7 @@ def drawn(length: int, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Te
 def test_all_ranks_compute_what_one_process_does(kind, mesh, length):
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

@@ -16,7 +16,7 @@ from megafx.config import Config
 from megafx.errors import PlacementError, PlanError
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 CHECKED = {"tolerance": 1e-10}
 
@@ -178,7 +178,7 @@ def test_sinks_are_of_all_keys(learned):
     ):
         kept: list[Program] = []
 
-        def keep(program: Program, planner: Planner) -> int:
+        def keep(program: Program, context: CompileContext) -> int:
             kept.append(program.copy())  # noqa: B023  called within the loop
             return 0
 
@@ -227,7 +227,7 @@ def packed_call(length: int) -> dict[str, torch.Tensor]:
 def test_ids_may_have_no_batch_dim(kind):
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -287,7 +287,7 @@ def test_each_transition_and_each_collective_of_the_axis_matters():
 def test_attention_that_is_not_told_its_queries_is_noticed():
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -305,7 +305,7 @@ def test_attention_that_is_not_told_its_queries_is_noticed():
 def test_the_loss_is_computed_without_logits_and_memory_is_predicted():
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

@@ -17,7 +17,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import argument
 from megafx.ir.program import Program
 from megafx.placements.types import Layout
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 CHECKED = {"tolerance": 1e-10}
 A2A = {"cp_comm_type": "a2a"}
@@ -78,7 +78,7 @@ def exact(model: nn.Module, mesh: dict[str, int], length: int, **options: Any) -
     """Verify the model, and return the program of one context-parallel rank, as it is planned next."""
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

@@ -30,7 +30,7 @@ from megafx.config import Config
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 FORWARD = torch.ops.megafx.attention_forward.default
 TOKENS = 9
@@ -122,7 +122,7 @@ def a_call() -> dict[str, Tensor]:
 def _programs(model: nn.Module, *meshes: dict[str, int]) -> list[Program]:
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -156,7 +156,7 @@ def test_a_bias_is_as_wide_as_the_scores(slope: float) -> None:
     """Torch adds in fp32 to the scores of bf16; whole numbers too."""
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

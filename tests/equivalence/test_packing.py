@@ -17,7 +17,7 @@ from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -115,7 +115,7 @@ def a_call() -> dict[str, Tensor]:
 def test_documents_are_segments_on_any_ranks(form: str) -> None:
     call, kept = a_call(), list[Program]()
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -160,7 +160,7 @@ def test_a_document_that_is_packed_is_a_document_alone() -> None:
 def test_a_rank_that_is_not_told_which_queries_it_has_is_noticed() -> None:
     kept = list[Program]()
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
@@ -186,7 +186,7 @@ def test_what_segments_cannot_say_stays_a_mask() -> None:
     for form in STAY:
         kept = list[Program]()
 
-        def keep(program: Program, planner: Planner) -> int:
+        def keep(program: Program, context: CompileContext) -> int:
             kept.append(program.copy())  # noqa: B023  called within the loop
             return 0
 

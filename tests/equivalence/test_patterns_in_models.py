@@ -28,7 +28,7 @@ from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.ir import dump
 from megafx.ir.nodes import argument
 from megafx.ir.program import VAL, active_nodes
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 VIEWS = (
     "linear",
@@ -47,10 +47,10 @@ def fused(name, training=True, dtype=torch.float32, **options):
     """The program of one call after fuse_local, on one rank."""
     model, call = pattern_models.MODELS[name](**options)
     program = capture_call(model.to(dtype).train(training), (), call)
-    planner = make_planner(training=training)
-    passes = passes_of(planner, *EVERY_RANK)
+    context = make_context(training=training)
+    passes = passes_of(context, *EVERY_RANK)
     last = [p.name for p in passes].index("fuse_local")
-    Runner(planner, [p.name for p in passes]).run(program, passes[: last + 1])
+    Runner(context, [p.name for p in passes]).run(program, passes[: last + 1])
     return program
 
 

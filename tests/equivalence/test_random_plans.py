@@ -16,7 +16,7 @@ import pytest
 
 from megafx.compiler.stages import passes_of
 from megafx.passes.plan.plan_sharding import ask, make_problem
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 SIZES = (3, 10)  # batch and sequence of the compared call: 2 and 4 divide one of them at most
 
@@ -27,17 +27,17 @@ class _Plans:
     def __init__(self, name: str, t: int, options: tuple[tuple[str, Any], ...]) -> None:
         self.case, self.t = harness.Case.of(name, **dict(options)), t
         program = self.case.program.copy()
-        planner = make_planner(t)
-        for step in passes_of(planner, "planning"):
+        context = make_context(t)
+        for step in passes_of(context, "planning"):
             if step.name == "plan_sharding":
                 break
             if step.name == "flatten_tokens":  # plans of values in their own dims, of which there are more
                 continue
-            step.run(program, planner)
+            step.run(program, context)
             if step.name == "canonicalize":
                 harness.promote_casts(program)
-        active, order = ask(program, planner)
-        self.problem, _ = make_problem(program, planner, active, order, free=True)
+        active, order = ask(program, context)
+        self.problem, _ = make_problem(program, context, active, order, free=True)
         self.program = program
         self.inputs = self.case.inputs(*SIZES)
         self.wanted = self.case.reference(self.inputs)

@@ -21,7 +21,7 @@ from megafx.errors import CaptureError
 from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from tests.support.flash_attention import on_cpu
 
 Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -91,7 +91,7 @@ def _programs(model: nn.Module, call: dict[str, Tensor], *meshes: dict[str, int]
     """The graphs of a step, each of which is compared with eager mode."""
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

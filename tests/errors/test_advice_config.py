@@ -76,10 +76,10 @@ def test_fields() -> None:
 
 
 def test_passes() -> None:
-    def fuse(program: Any, planner: Any) -> int:
+    def fuse(program: Any, context: Any) -> int:
         return 0
 
-    def mine(program: Any, planner: Any) -> int:
+    def mine(program: Any, context: Any) -> int:
         return 0
 
     with refused("Config.passes names"):

@@ -30,7 +30,7 @@ from megafx.compiler.stages import EVERY_RANK, passes_of
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
 
 FIRST_OF_DEGREE = "join_experts"  # the first pass that asks how many ranks there are
@@ -122,7 +122,7 @@ class Runner:
     dynamic: bool = False
     prepared: dict[Any, Prepared] = field(default_factory=dict)
     compiled: dict[Any, Compiled] = field(default_factory=dict)
-    planned: list[tuple[Program, Planner]] = field(default_factory=list)
+    planned: list[tuple[Program, CompileContext]] = field(default_factory=list)
 
     def run(self, cell: Cell) -> Result:
         try:
@@ -147,35 +147,35 @@ class Runner:
             dynamic = self.dynamic or mode == (self.row.attention[0], True, False)
             program = captured(model, call, dynamic)
             seconds = time.perf_counter() - start
-            passes, planner = self.passes(1, "auto")
-            PassRunner(planner).run(program, passes[: _index(passes, FIRST_OF_DEGREE)])
+            passes, context = self.passes(1, "auto")
+            PassRunner(context).run(program, passes[: _index(passes, FIRST_OF_DEGREE)])
             constants = tuple((n, str(v)) for n, v in program.constants.items())
             key = (dump.text(program), constants, tuple((i.kind, i.name) for i in program.inputs))
             self.prepared[mode] = Prepared(Case(model, None, program), call, key, dynamic, seconds)
         return self.prepared[mode]
 
-    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], Planner]:
+    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], CompileContext]:
         """The pipeline of a cell, with casts promoted as in the eager model."""
         config = Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel, **WORKLOAD)  # type: ignore[arg-type]
-        planner = Planner(config, t, SLOW, wants_grad=lambda spec: spec.kind == "param")
-        passes = passes_of(planner, *EVERY_RANK)
+        context = CompileContext(config, t, SLOW, wants_grad=lambda spec: spec.kind == "param")
+        passes = passes_of(context, *EVERY_RANK)
         passes.insert(_index(passes, "canonicalize") + 1, Pass.of(promote_casts))
-        return passes, planner
+        return passes, context
 
     def compile(self, prepared: Prepared, t: int, sequence_parallel: bool | str) -> Compiled:
         """The joint graph of t ranks; one for all that share graph and plan."""
         key = (prepared.key, t, sequence_parallel)
         if key not in self.compiled:
-            passes, planner = self.passes(t, sequence_parallel)
+            passes, context = self.passes(t, sequence_parallel)
             program = prepared.case.program.copy()
             at = _index(passes, "plan_sharding")
-            PassRunner(planner).run(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1])
+            PassRunner(context).run(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1])
             if prepared.dynamic:  # the plans of others are priced for the sizes of these calls, not for WORKLOAD
-                self.planned.append((prepared.case.program, planner))
-            same = (prepared.key, t, *planner.solved.lines())
+                self.planned.append((prepared.case.program, context))
+            same = (prepared.key, t, *context.solved.lines())
             if same not in self.compiled:
-                PassRunner(planner).run(program, passes[at + 1 :])
-                self.compiled[same] = Compiled(program, planner)
+                PassRunner(context).run(program, passes[at + 1 :])
+                self.compiled[same] = Compiled(program, context)
             self.compiled[key] = self.compiled[same]
         return self.compiled[key]
 

@@ -30,7 +30,7 @@ from matrix import Cell, Result, Runner, all_cells, some_cells
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.cost import cost_kind, op_flops
 from megafx.planner.problem import known_terms
 from megafx.rewrite.pattern import registered_patterns
@@ -97,14 +97,14 @@ def entry(row: Architecture, cells: Iterable[Cell] | None = None, dynamic: bool 
     made = Entry(row.name, row.kind, results, least=row.least_sharded)
     plans = [p for p in runner.planned if p[1].t > 1]
     if plans:
-        shares = [parameter_share(program, planner) for program, planner in plans]
+        shares = [parameter_share(program, context) for program, context in plans]
         worst = min(range(len(plans)), key=lambda i: shares[i][0])
         made.parameters, made.whole = shares[worst]
-        made.flops = min(flops_share(planner) for _, planner in plans)
+        made.flops = min(flops_share(context) for _, context in plans)
         made.fusions = family_counts(plans[0][0])
-        for program, planner in plans:
+        for program, context in plans:
             dims = {s.name: n.meta[VAL].ndim for n, s in program.input_nodes() if s.kind == "param"}
-            made.compared, different = compare(row, planner.solved, dims)
+            made.compared, different = compare(row, context.solved, dims)
             made.differences += [d for d in different if d not in made.differences]
         bare = {
             str(n.target).removesuffix(".default") for _, p in plans for n, r in p.rules.items() if r.kind == "none"
@@ -115,11 +115,11 @@ def entry(row: Architecture, cells: Iterable[Cell] | None = None, dynamic: bool 
     return made
 
 
-def parameter_share(program: Program, planner: Planner) -> tuple[float, dict[str, float]]:
+def parameter_share(program: Program, context: CompileContext) -> tuple[float, dict[str, float]]:
     """(fraction of parameters stored in shards, reason -> fraction stored whole)."""
     numel, whole = 0, defaultdict(float)
     sharded = 0
-    plan = planner.solved
+    plan = context.solved
     for node, spec in program.input_nodes():
         if spec.kind == "param":
             n = math.prod(node.meta[VAL].shape)
@@ -131,19 +131,19 @@ def parameter_share(program: Program, planner: Planner) -> tuple[float, dict[str
     return sharded / numel, {why: n / numel for why, n in whole.items()}
 
 
-def flops_share(planner: Planner) -> float:
+def flops_share(context: CompileContext) -> float:
     """Fraction of the forward pass's matmul and attention FLOPs that the ranks share among them."""
     total = shared = 0
-    for node, rule in planner.rules.items():
-        flops = node_flops(planner, rule)
+    for node, rule in context.rules.items():
+        flops = node_flops(context, rule)
         total += flops
-        shared += flops if planner.solved.ops[node.name].factor else 0
+        shared += flops if context.solved.ops[node.name].factor else 0
     return shared / max(total, 1)
 
 
-def node_flops(planner: Planner, rule: Any) -> int:
+def node_flops(context: CompileContext, rule: Any) -> int:
     """FLOPs of one node at the workload, 0 for ops that are no products."""
-    sizes = planner.solved.sizes
+    sizes = context.solved.sizes
     name = op_name(rule.node)
     value = rule.node.meta[VAL]
     shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]

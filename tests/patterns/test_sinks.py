@@ -14,7 +14,7 @@ import megafx
 from megafx.config import Config
 from megafx.ir.nodes import argument
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 FORWARD, BACKWARD = (getattr(torch.ops.megafx, f"attention_{name}").default for name in ("forward", "sink_backward"))
 
@@ -81,7 +81,7 @@ def test_sinks_are_operands_of_attention_on_any_ranks(form: Callable[..., Tensor
     ids, kept = torch.randint(1, 11, (2, 9)), list[Program]()
     ids[0, :3] = 0
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

@@ -23,7 +23,7 @@ from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import ALL_REDUCE, TRANSITIONS, Layout, M, P, Placement, R, S, collectives, dual
 from megafx.rules.grammar import RuleError, parse
 from megafx.rules.inference import infer
-from megafx.testing import graph, make_planner, transition
+from megafx.testing import graph, make_context, transition
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 OPS = ("fp8_amax", "fp8_amax_both", "fp8_quantize", "fp8_quantize_both", "fp8_transposed", "scaled_mm")
@@ -124,7 +124,7 @@ def test_ranks_find_the_largest_of_all_rows(t: int) -> None:
         for found in simulate(program, inputs):
             torch.testing.assert_close(found[0], wanted, rtol=0, atol=0)
         if not collective_nodes(program.graph):
-            assert expand_transitions(program, make_planner()) >= 1
+            assert expand_transitions(program, make_context()) >= 1
     (start,) = collective_nodes(program.graph)
     assert start.args[1] == "max"
 

@@ -13,7 +13,7 @@ from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.planner.problem import Problem, alternatives
 from megafx.planner.solver import solve
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,9 @@ def problem() -> Problem:
     model, inputs = zoo.build("nanogpt", layers=2)
     program = capture_call(model, (), inputs(2, 16))
     canonicalize_program(program)
-    planner = make_planner(2)
-    active, order = ask(program, planner)
-    return make_problem(program, planner, active, order)[0]
+    context = make_context(2)
+    active, order = ask(program, context)
+    return make_problem(program, context, active, order)[0]
 
 
 def test_the_chosen_strategy_is_the_cheapest_and_every_price_is_that_of_a_plan(problem: Problem) -> None:
@@ -36,7 +36,7 @@ def test_the_chosen_strategy_is_the_cheapest_and_every_price_is_that_of_a_plan(p
     assert not any("h.1." in head for head in heads), "layers that are alike are priced once"
 
     head = next(h for h in heads if "attn.qkv]" in h)
-    node = next(n for n in problem.planner.rules if head.startswith(f"alternatives of %{n.name} "))
+    node = next(n for n in problem.context.rules if head.startswith(f"alternatives of %{n.name} "))
     below = lines[lines.index(head) + 1 :][: len(problem.domains[node])]
     assert len(below) > 2 and below[0].endswith("chosen")
     prices = [float(re.search(r"\+([\d.]+) us$", line)[1]) for line in below[1:]]  # type: ignore[index]
@@ -45,7 +45,7 @@ def test_the_chosen_strategy_is_the_cheapest_and_every_price_is_that_of_a_plan(p
     costs = []
     for index in others:
         domains = {**problem.domains, node: [problem.domains[node][index]]}
-        forced = Problem(problem.program, problem.planner, domains, problem.policy)
+        forced = Problem(problem.program, problem.context, domains, problem.policy)
         forced.build()
         costs.append(1e6 * (solve(forced.sizes_of_domains, forced.tables).cost - solution.cost))
     assert prices == pytest.approx(sorted(costs), abs=0.06)

@@ -21,7 +21,7 @@ from megafx.errors import ConfigError
 from megafx.planner.fusion_profile import FOLDER, MERGE_GATE_UP, MERGE_LINEARS, MODES, FusionProfile, Measured, Times
 from megafx.planner.hardware import Hardware, profiles_in
 from megafx.rewrite.pattern import registered_patterns
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 class Block(nn.Module):
@@ -208,7 +208,7 @@ def test_every_chain_has_what_it_measures(name):
     inputs = [torch.randn(2, 8, n).bfloat16() for n in last] + [torch.zeros(2, 8).long()] * case.ids
     program = capture_call(module.bfloat16(), tuple(inputs))
     compiled = compile_program(
-        program, make_planner(1, Config(fusion_profile="all"), hardware="cpu-gloo", training=False)
+        program, make_context(1, Config(fusion_profile="all"), hardware="cpu-gloo", training=False)
     )
     assert {f.pattern for f in compiled.program.fusions} & {*case.patterns}
     known = {p.name for p in registered_patterns()} | {MERGE_GATE_UP, MERGE_LINEARS}

@@ -16,7 +16,7 @@ from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.report.describe import describe
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 @cache
@@ -43,11 +43,11 @@ def _canonical(name: str) -> Any:
 def _planned(name: str, overrides: dict[str, str], t: int = 2, **config: Any) -> Plan:
     """The plan under these overrides, with its report."""
     program = _canonical(name).copy()
-    planner = make_planner(t, Config(overrides=overrides, **config))
-    plan_sharding(program, planner)
-    insert_transitions(program, planner)
-    planner.solved.report = describe(program, planner)
-    return planner.solved
+    context = make_context(t, Config(overrides=overrides, **config))
+    plan_sharding(program, context)
+    insert_transitions(program, context)
+    context.solved.report = describe(program, context)
+    return context.solved
 
 
 BLOCK = "model.layers.0"

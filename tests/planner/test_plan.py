@@ -17,7 +17,7 @@ from megafx.ir.sizes import Sizes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, P, Placement, R, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition, _SizeText
 from megafx.testing import assert_same
 
@@ -166,14 +166,14 @@ def test_another_format_is_refused() -> None:
         Plan.from_json(text)
 
 
-def _saved() -> tuple[Program, Planner, Plan]:
+def _saved() -> tuple[Program, CompileContext, Plan]:
     """A graph that is yet to be planned, and a plan of it as it comes from a file."""
     fn = torch.ops.aten.linear
     values = {"x": "f32[b k=8]", "w": "param f32[n=6 k=8]"}
     _, found = small_plans.planned(lambda x, w: fn(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, **values)
-    program, planner = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
-    planner.plan, planner.given = None, Plan.from_json(found.solved.to_json())
-    return program, planner, planner.given
+    program, context = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
+    context.plan, context.given = None, Plan.from_json(found.solved.to_json())
+    return program, context, context.given
 
 
 @pytest.mark.parametrize(
@@ -274,43 +274,43 @@ def test_every_form_of_a_size_is_read_back() -> None:
 
 
 def test_a_loaded_plan_is_applied() -> None:
-    program, planner, _ = _saved()
+    program, context, _ = _saved()
     before = program.copy()
-    plan_sharding(program, planner)
-    assert insert_transitions(program, planner) == 2
+    plan_sharding(program, context)
+    assert insert_transitions(program, context) == 2
     assert_same(before, program)
 
 
-def _refusal(program: Program, planner: Planner) -> str:
+def _refusal(program: Program, context: CompileContext) -> str:
     with pytest.raises(PlanError) as raised:
-        plan_sharding(program, planner)
-        insert_transitions(program, planner)
+        plan_sharding(program, context)
+        insert_transitions(program, context)
     return str(raised.value)
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
-    program, planner, given = _saved()
+    program, context, given = _saved()
     given.t = 4
-    assert _refusal(program, planner).startswith("the plan is for 4 ranks, not for 2")
+    assert _refusal(program, context).startswith("the plan is for 4 ranks, not for 2")
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    program, planner, given = _saved()
+    program, context, given = _saved()
     given.ops["mm"] = given.ops.pop("linear")
     del given.params["w"]
-    assert _refusal(program, planner).startswith("the plan is for another graph: it does not place 'linear' and 1 more")
+    assert _refusal(program, context).startswith("the plan is for another graph: it does not place 'linear' and 1 more")
 
 
 def test_an_edited_plan_must_follow_the_rules() -> None:
-    program, planner, given = _saved()
+    program, context, given = _saved()
     choice = given.ops["linear"]
     given.ops["linear"] = OpChoice(choice.ins, I, choice.factor)
-    assert _refusal(program, planner).startswith(
+    assert _refusal(program, context).startswith(
         "the plan places %linear (aten.linear.default) as S1, S1 -> I, which is no row of its sharding rule"
     )
 
 
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
-    program, planner, given = _saved()
+    program, context, given = _saved()
     given.transitions.pop("x")
-    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and has no transition to there")
+    assert _refusal(program, context).startswith("the plan uses %x at S1, but it is I and has no transition to there")

@@ -28,7 +28,7 @@ from megafx.planner.policy import (
     weight_values,
 )
 from megafx.rules.candidates import find_candidates, strategies
-from megafx.testing import graph, make_planner
+from megafx.testing import graph, make_context
 
 aten = torch.ops.aten
 T = 2
@@ -41,9 +41,9 @@ class Case:
         self, fn: Callable[..., Any], *, sequence_parallel: bool | str = False, free: bool = False, **values: Any
     ):
         self.program: Program = graph(fn, mesh=f"tp={T}", **values)
-        planner = make_planner(T)
-        self.active, self.order = ask(self.program, planner)
-        self.rules = planner.rules
+        context = make_context(T)
+        self.active, self.order = ask(self.program, context)
+        self.rules = context.rules
         placeholders = [n for n in self.order if n.op == "placeholder"]
         self.candidates = find_candidates(self.rules, placeholders, self.program.sizes, T)
         self.policy = Policy(self.program, self.rules, self.active, T, sequence_parallel=sequence_parallel, free=free)

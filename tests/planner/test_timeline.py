@@ -137,9 +137,9 @@ def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faste
     model, inputs, config, first = planned_by_its_prices()
     planned, times = choose._planned, {"auto": 100.0, (not first): 100.0 * faster}
 
-    def timed(program: Any, planner: Any, passes: Any, wanted: Any, keeps_problem: bool) -> Any:
-        trial = planned(program, planner, passes, wanted, keeps_problem)
-        trial.planner.plan = replace(trial.planner.solved, step_us=times[wanted])
+    def timed(program: Any, context: Any, passes: Any, wanted: Any, keeps_problem: bool) -> Any:
+        trial = planned(program, context, passes, wanted, keeps_problem)
+        trial.context.plan = replace(trial.context.solved, step_us=times[wanted])
         return trial
 
     monkeypatch.setattr(choose, "_planned", timed)

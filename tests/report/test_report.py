@@ -26,7 +26,7 @@ from megafx.analysis.communication import communication
 from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.costed import CostedGraph
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
@@ -65,12 +65,12 @@ def made(name: str, t: int = 8) -> tuple[Plan, Report]:
 
 
 @cache
-def toy(t: int = 2, **options: Any) -> tuple[Plan, Planner]:
+def toy(t: int = 2, **options: Any) -> tuple[Plan, CompileContext]:
     model, inputs = zoo.build("nanogpt", layers=3)
     program = capture_call(model, (), inputs(2, 16))
     config = megafx.Config(tensor_model_parallel_size=t, **options)
-    planner = Planner(config, t, Hardware.load("h100-nvlink"), wants_grad=lambda spec: True, keeps_problem=True)
-    return plan_only(program, planner), planner
+    context = CompileContext(config, t, Hardware.load("h100-nvlink"), wants_grad=lambda spec: True, keeps_problem=True)
+    return plan_only(program, context), context
 
 
 # -- the costed graph
@@ -127,10 +127,12 @@ def test_memory_is_that_of_a_rank() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_backward_keeps_is_at_most_what_is_said(sequence_parallel: bool) -> None:
-    plan, planner = toy(2, sequence_parallel=sequence_parallel)
+    plan, context = toy(2, sequence_parallel=sequence_parallel)
     model, inputs = zoo.build("nanogpt", layers=3)
     program = capture_call(model, (), inputs(2, 16))
-    compiled = compile_program(program, Planner(planner.config, 2, planner.hardware, wants_grad=lambda spec: True))
+    compiled = compile_program(
+        program, CompileContext(context.config, 2, context.hardware, wants_grad=lambda spec: True)
+    )
     parts = compiled.for_rank(None)
     assert parts.partition is not None
     saved = sum(saved_bytes(parts.partition, parts.sizes).values())
@@ -225,10 +227,10 @@ def test_backward_hides_collectives_behind_the_gradients_of_weights() -> None:
 
 def test_an_alternative_costs_what_a_plan_with_it_costs() -> None:
     """With all other ops as they are, and parameters stored as is then cheapest."""
-    plan, planner = toy(2)
-    problem = planner.problem
+    plan, context = toy(2)
+    problem = context.problem
     chosen = {}
-    for node in problem.planner.rules:
+    for node in problem.context.rules:
         choice = plan.ops[node.name]
         chosen[node] = [(s.ins, s.out) for s in problem.domains[node]].index((choice.ins, choice.out))
     around, tried = Neighbourhood(problem, plan), 0
@@ -448,8 +450,8 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     report, program = megafx.explain(plan), capture_call(model, inputs)
     hardware = Hardware.load("h100-nvlink")
     names = {f"args[{i}]" for i, grad in enumerate(wanted) if grad}
-    planner = Planner(config, 2, hardware, wants_grad=lambda spec: spec.kind == "param" or spec.name in names)
-    runs = communication(compile_program(program.copy(), planner).program, 2)
+    context = CompileContext(config, 2, hardware, wants_grad=lambda spec: spec.kind == "param" or spec.name in names)
+    runs = communication(compile_program(program.copy(), context).program, 2)
     backward = [c for c in runs if c.direction == "backward"]
     assert len(backward) == _backward_all_reduces(report.costed) == sum(wanted)
     assert all(c.collective == "all_reduce" for c in backward)
@@ -459,7 +461,7 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     assert len({s.node for part in back for s in part.segments if s.lane == SEND}) == sum(wanted)
 
     call, settled = Call.of(inputs, {}), Settled()
-    settle(call, lambda training: program.copy(), Planner(config, 2, hardware), settled)
+    settle(call, lambda training: program.copy(), CompileContext(config, 2, hardware), settled)
     assert settled.plan is not None and settled.plan.report is not None
     assert _backward_all_reduces(settled.plan.report.costed) == sum(wanted)
     assert settled.plan.cost_us == plan.cost_us

@@ -141,7 +141,7 @@ def test_gradients_of_experts_are_priced_by_the_ranks_that_have_the_same_ones() 
     model, call = call_of("qwen")
     options = CONFIG.replace(tensor_model_parallel_size=1, data_parallel_size=4, expert_model_parallel_size=2)
     compiled = _compiled(ExampleCall.of(model, options, call, None, runs=False))
-    program, hardware = compiled.program, compiled.planner.hardware
+    program, hardware = compiled.program, compiled.context.hardware
     sums = [n for n in collective_nodes(program.graph) if n.args[-1] == EXPERT_GRADIENT_AXIS]
     assert sums
     for node in sums:

@@ -14,7 +14,7 @@ from megafx.errors import PlanError
 from megafx.placements.types import I
 from megafx.planner.plan import Plan
 from megafx.rules import grammar
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 SCAN = "nl[0]: b s! h, h -> b s! h; b h"
 BACKWARD = "nl: b s! h, b h, b s! h, h, b s! h -> b s! h; h"
@@ -105,15 +105,15 @@ def test_an_op_with_several_results_is_sharded(registered, t: int, last: bool) -
 def test_a_saved_plan_is_taken_and_a_wrong_one_refused(registered, tmp_path) -> None:
     model, x = Net(True).double(), torch.randn(3, 5, 8, dtype=torch.float64)
     program = capture_call(model, (x,))
-    made = plan_only(program.copy(), make_planner(2, config(2)))
+    made = plan_only(program.copy(), make_context(2, config(2)))
     made.save(tmp_path / "plan.json")
     given = Plan.load(tmp_path / "plan.json")
-    assert plan_only(program.copy(), make_planner(2, config(2), given=given)).diff(made) == ""
+    assert plan_only(program.copy(), make_context(2, config(2), given=given)).diff(made) == ""
     (first,) = (name for name, op in made.ops.items() if "getitem" in name and op.out.dim == 2)
     given = Plan.load(tmp_path / "plan.json")
     given.ops[first] = replace(given.ops[first], out=I)
     with pytest.raises(PlanError, match=f"the plan places %{first} .* -> I, which is no row"):
-        plan_only(program.copy(), make_planner(2, config(2), given=given))
+        plan_only(program.copy(), make_context(2, config(2), given=given))
 
 
 def test_without_a_rule_a_note_says_so() -> None:

@@ -19,7 +19,7 @@ from megafx.checks.simulate import run_logical
 from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.program import Program
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 def _hidden(batch: int, seq: int) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_part_on_simulated_ranks(what: str, t: int) -> None:
     results = {}
     for ranks in (1, t):
         config, fixed = Config(passes=(("after canonicalize", promote_casts),)), dict(params) if ranks > 1 else {}
-        compiled = compile_program(program.copy(), make_planner(ranks, config, fixed=fixed))
+        compiled = compile_program(program.copy(), make_context(ranks, config, fixed=fixed))
         values = case.values(compiled.program, call)
         for i, spec in enumerate(compiled.program.inputs):
             if spec.kind == "tangent":

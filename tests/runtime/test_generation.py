@@ -13,7 +13,7 @@ from generating import CALLS, VOCAB, build, generate, prompt
 from harness import promote_casts
 
 import megafx
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -107,7 +107,7 @@ def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
 
     stored = {
         ranks: compile_program(
-            capture_call(model, (), {"input_ids": ids}), make_planner(ranks, config, wants_grad=of_parameters)
+            capture_call(model, (), {"input_ids": ids}), make_context(ranks, config, wants_grad=of_parameters)
         )
         for ranks in (1, t)
     }
@@ -124,8 +124,8 @@ def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
         for ranks in (1, t):
             given = {i.name: caches[p] for i in program.inputs if (p := i.name[24:-1]) in caches and ranks > 1}
             placed = dict(stored[ranks].plan.params) | given
-            planner = make_planner(ranks, config, training=False, fixed=placed, caches=caches if ranks > 1 else {})
-            compiled = compile_program(program.copy(), planner)
+            context = make_context(ranks, config, training=False, fixed=placed, caches=caches if ranks > 1 else {})
+            compiled = compile_program(program.copy(), context)
             assert compiled.program.call is not None
             from megafx.capture.libraries.caches import states_for_caches
 

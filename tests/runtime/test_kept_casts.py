@@ -71,7 +71,7 @@ def test_one_micro_batch_a_step_keeps_nothing() -> None:
     steps(model, 1)
     casts = model.megafx.settled.casts
     assert casts.made == 0 and not any("serve" in n.message for n in model.megafx.notes)
-    assert not model.megafx.settled.last.planner.keeps_casts
+    assert not model.megafx.settled.last.context.keeps_casts
 
 
 def test_every_write_is_noticed() -> None:

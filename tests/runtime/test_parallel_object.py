@@ -21,11 +21,11 @@ from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program
 from megafx.errors import ConfigError, PlacementError, UsageError
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import Plan
 from megafx.rules import grammar as rules
 from megafx.runtime.outputs import LazyTensor
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 ONE = megafx.Config(tensor_model_parallel_size=1, hardware="h100-nvlink")
 TWO = ONE.replace(tensor_model_parallel_size=2)
@@ -346,7 +346,7 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
     plain, inputs = zoo.build("nanogpt")
     phases = []
 
-    def relu_for_gelu(program: Program, planner: Planner) -> int:
+    def relu_for_gelu(program: Program, context: CompileContext) -> int:
         phases.append(program.phase.name)
         nodes = program.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
         for node in nodes:
@@ -369,7 +369,7 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
 
 def test_a_pass_beside_one_that_does_not_exist() -> None:
     plain, inputs = zoo.build("nanogpt")
-    config = ONE.replace(passes=(("after canonicalise", lambda program, planner: 0),))
+    config = ONE.replace(passes=(("after canonicalise", lambda program, context: 0),))
     with pytest.raises(ConfigError, match="canonicalise.*\n.*canonicalize"):
         megafx.plan(plain, config, example_inputs=inputs(2, 16))
 
@@ -379,7 +379,7 @@ def test_a_users_pass_on_the_joint_graph() -> None:
     plain, inputs = zoo.build("nanogpt")
     seen = []
 
-    def count_nodes(program: Program, planner: Planner) -> int:
+    def count_nodes(program: Program, context: CompileContext) -> int:
         seen.append(program.phase)
         return 0
 
@@ -397,9 +397,9 @@ def test_what_the_type_checker_cannot_confirm_is_a_note(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("megafx.checks.types.check_types", refuse)
     plain, inputs = zoo.build("nanogpt")
-    planner = make_planner(2, wants_grad=lambda spec: spec.kind == "param")
-    compiled = compile_program(capture_call(plain, (), inputs(2, 16)), planner)
+    context = make_context(2, wants_grad=lambda spec: spec.kind == "param")
+    compiled = compile_program(capture_call(plain, (), inputs(2, 16)), context)
     (note,) = [str(n) for n in compiled.program.notes if n.topic == "types"]
     assert "the type checker cannot confirm this graph: %sum is partial; megafx.verify" in note and "h.0" in note
     with megafx.debug(check=1), pytest.raises(PlacementError, match="%sum is partial"):
-        compile_program(capture_call(plain, (), inputs(2, 16)), planner)
+        compile_program(capture_call(plain, (), inputs(2, 16)), context)

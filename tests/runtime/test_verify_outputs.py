@@ -12,7 +12,7 @@ from torch import nn
 
 import megafx
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.runtime.written_arguments import written_arguments
 
 TWO = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
@@ -42,7 +42,7 @@ def test_buffers_are_compared() -> None:
     found = verdict()
     assert found and found.buffers.keys() == {"mean"} and not found.requires_grad
 
-    def forget(program: Program, planner: Planner) -> int:
+    def forget(program: Program, context: CompileContext) -> int:
         results = [*program.results()]
         buffer = next(n for n, i in program.input_nodes() if i.name == "mean")
         results[next(i for i, o in enumerate(program.outputs) if o.kind == "mutation")] = buffer
@@ -55,7 +55,7 @@ def test_buffers_are_compared() -> None:
 
 
 def test_requires_grad_of_outputs_is_compared() -> None:
-    def detach(program: Program, planner: Planner) -> int:
+    def detach(program: Program, context: CompileContext) -> int:
         program.outputs = [replace(o, requires_grad=o.requires_grad and k != 0) for k, o in enumerate(program.outputs)]
         return 1
 

@@ -24,7 +24,7 @@ from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.call_spec import leaf_name
 from megafx.ir.program import Program
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 Names = frozenset[str]
 
@@ -51,9 +51,9 @@ def compiled(program: Program, t: int, wanted: Names, promoted: bool = True, **c
     """For t ranks. wanted: names of inputs whose gradients are taken; none: a graph without backward."""
     if promoted:
         config = {"passes": (("after canonicalize", promote_casts),)} | config
-    planner = make_planner(t, Config(**config), training=False)
-    planner.wants_grad = (lambda spec: spec.name in wanted) if wanted else None
-    return compile_program(program.copy(), planner)
+    context = make_context(t, Config(**config), training=False)
+    context.wants_grad = (lambda spec: spec.name in wanted) if wanted else None
+    return compile_program(program.copy(), context)
 
 
 def simulated(made: Compiled, model: nn.Module, call: Mapping[str, Any], tangents: Mapping[str, Tensor]) -> Logical:

@@ -15,14 +15,14 @@ from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Placement, nested
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 def compile_on(case: Case, data: DataAxis, t: int, **options: Any) -> Compiled:
     """The joint graph of a model for t tensor-parallel ranks, of which there are `data.ranks` groups."""
     config = Config(passes=(("after canonicalize", promote_casts),), **options)
-    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param", data=data)
-    return compile_program(case.program.copy(), planner)
+    context = make_context(t, config, wants_grad=lambda spec: spec.kind == "param", data=data)
+    return compile_program(case.program.copy(), context)
 
 
 def storage(compiled: Compiled, data: DataAxis, case: Case) -> dict[str, Placement]:

@@ -26,15 +26,15 @@ from megafx.equivalence import input_values
 from megafx.ir.program import VAL, Program, recompute_val
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.recompute.choose_kept import choose_kept
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import Plan
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 RTOL = 1e-10
 SEED = 1234
 
 
-def promote_casts(program: Program, planner: Planner | None = None) -> int:
+def promote_casts(program: Program, context: CompileContext | None = None) -> int:
     """Casts to fp32 inside a model become casts to fp64, so that fp64 runs can be compared to 1e-10; those of fp64 go."""
 
     def promoted(a: Any) -> Any:
@@ -80,16 +80,16 @@ class Case:
 
     def compile(self, t: int, *, given: Plan | None = None, **config: Any) -> Compiled:
         """The joint graph for t ranks."""
-        return compile_program(self.program.copy(), self._planner(t, given, config))
+        return compile_program(self.program.copy(), self._context(t, given, config))
 
     def plan(self, t: int, **config: Any) -> Plan:
         """The plan of `compile`, without a joint graph."""
-        return plan_only(self.program.copy(), self._planner(t, None, config))
+        return plan_only(self.program.copy(), self._context(t, None, config))
 
     @staticmethod
-    def _planner(t: int, given: Plan | None, config: dict[str, Any]) -> Planner:
+    def _context(t: int, given: Plan | None, config: dict[str, Any]) -> CompileContext:
         options = Config(passes=(("after canonicalize", promote_casts),), **config)
-        return make_planner(t, options, given=given, wants_grad=lambda spec: spec.kind == "param")
+        return make_context(t, options, given=given, wants_grad=lambda spec: spec.kind == "param")
 
     def run(self, compiled: Compiled, inputs: Mapping[str, Any]) -> Logical:
         return self.run_values(compiled, self.values(compiled.program, inputs))
@@ -116,10 +116,10 @@ class Case:
 
 def chosen(made: Compiled, **options: Any) -> Compiled:
     """The same with what backward makes again under these options."""
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
+    program, context = made.program.copy(), copy.copy(made.context)
+    context.config = context.config.replace(**options)
+    choose_kept(program, context)
+    return Compiled(program, context)
 
 
 def loss_name(program: Program) -> str:

@@ -19,14 +19,14 @@ from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.lower.write_padded_rows import write_padded_rows
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 def bound(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     """A copy for the rank that `axes` describes."""
-    program, planner = program.copy(), make_planner(axes=axes)
-    drop_expert_values(program, planner)
-    bind_mesh(program, planner)
+    program, context = program.copy(), make_context(axes=axes)
+    drop_expert_values(program, context)
+    bind_mesh(program, context)
     return program
 
 
@@ -48,9 +48,9 @@ def tag_regathers(program: Program) -> int:
 
 def parts_of(program: Program) -> Partition:
     """The graphs that a program is cut into."""
-    program, planner = program.copy(), make_planner()
-    partition(program, planner)
-    regather(program, planner)
+    program, context = program.copy(), make_context()
+    partition(program, context)
+    regather(program, context)
     assert program.partition is not None
     return program.partition
 
@@ -64,8 +64,8 @@ def saved_bytes(parts: Partition, sizes: Sizes) -> dict[str, int]:
     return total
 
 
-def executable_of(program: Program, context: Context = contextlib.nullcontext, **config: Any) -> Executable:
-    program, planner = program.copy(), make_planner(1, Config(**config))
+def executable_of(program: Program, entered: Context = contextlib.nullcontext, **config: Any) -> Executable:
+    program, context = program.copy(), make_context(1, Config(**config))
     for step in (partition, regather, write_padded_rows, reuse_buffers, call_directly):
-        step(program, planner)
-    return Executable(program, context)
+        step(program, context)
+    return Executable(program, entered)

@@ -19,7 +19,7 @@ from megafx.ir.program import Program
 from megafx.ops.axes import microbatch
 from megafx.passes.plan.place_axes import place_axes
 from megafx.report.stages import pipeline_stages, stages_from
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 Found = tuple[Tensor, dict[str, Tensor]]  # loss, gradients
 
@@ -28,9 +28,9 @@ def cut(
     model: nn.Module, call: Mapping[str, Any], stages: int | Sequence[str], microbatches: int, **options: Any
 ) -> tuple[Whole, list[StageGraph]]:
     config = Config(**options)
-    planner = make_planner(1, config, wants_grad=lambda spec: spec.kind == "param")
-    whole = share_out(capture(model, config, (), call, data_ranks=microbatches), planner, microbatches)
-    report = plan_only(whole.program.copy(), planner).report
+    context = make_context(1, config, wants_grad=lambda spec: spec.kind == "param")
+    whole = share_out(capture(model, config, (), call, data_ranks=microbatches), context, microbatches)
+    report = plan_only(whole.program.copy(), context).report
     assert report is not None
     found = pipeline_stages(report, stages) if isinstance(stages, int) else stages_from(report, stages)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -75,8 +75,8 @@ def run_stages(
 def run_whole(model: nn.Module, call: Mapping[str, Any]) -> Found:
     """The same of the whole graph with its fusions (one for a chain may draw otherwise), in which casts to fp32 are none."""
     program = capture_call(model, (), call)
-    planner = make_planner(1, Config(passes=(("after canonicalize", promote_casts),)))
-    runner_of(planner, quiet=True).run(program, before(place_axes, passes_of(planner, "planning")))
+    context = make_context(1, Config(passes=(("after canonicalize", promote_casts),)))
+    runner_of(context, quiet=True).run(program, before(place_axes, passes_of(context, "planning")))
     given = _values(program, model, call)
     values = [given[spec.name if spec.kind == "user" else f"{spec.kind}:{spec.name}"] for spec in program.inputs]
     outputs = fx.Interpreter(program.gm).run(*values)

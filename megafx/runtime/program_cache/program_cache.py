@@ -37,7 +37,7 @@ from megafx.distributed import agreement
 from megafx.ir.program import Program
 from megafx.ir.python_state import PythonState
 from megafx.ir.stored import Reader, Unstorable, Writer
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.costed import CostedGraph, CostedOp, PricedTransition, Region
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
@@ -95,7 +95,7 @@ class Situation:
     what: str
     model: nn.Module
     call: Call
-    planner: Planner
+    context: CompileContext
     about: Any  # plain values: what the runtime knows of the call and the model
     loss_fn: Any
     group: dist.ProcessGroup | None
@@ -112,7 +112,7 @@ class Situation:
         self._differences: list[str] = []  # between this process and each entry of the call, the newest first
         try:
             sizes = [[*x.shape] for x in self.call.leaves if isinstance(x, torch.Tensor)]
-            self.key = digest([self.what, self.about, of_process(), of_model(self.model), self._of_planner()])[:40]
+            self.key = digest([self.what, self.about, of_process(), of_model(self.model), self._of_context()])[:40]
             self.variant = digest(sizes)[:12]
             self.classes = code_of_classes(self.model)
         except Unstorable as error:
@@ -120,16 +120,16 @@ class Situation:
         except Exception as error:  # whatever a user's class does when it is looked at
             self.refused = f"{type(error).__name__}: {error}"
 
-    def _of_planner(self) -> Any:
-        planner = self.planner
-        if planner.config.passes:
+    def _of_context(self) -> Any:
+        context = self.context
+        if context.config.passes:
             raise Unstorable("Config.passes: code of your own in the pipeline")
-        fixed = [[name, str(p), *p.flat_layout] for kept in (planner.fixed, planner.caches) for name, p in kept.items()]
-        data = None if planner.data is None else asdict(planner.data)
-        config = {k: v for k, v in planner.config.to_dict().items() if k != "cache"}
+        fixed = [[name, str(p), *p.flat_layout] for kept in (context.fixed, context.caches) for name, p in kept.items()]
+        data = None if context.data is None else asdict(context.data)
+        config = {k: v for k, v in context.config.to_dict().items() if k != "cache"}
         loss = None if self.loss_fn is None else loss_text(self.loss_fn, Fingerprint(self.model))
-        parts = [planner.t, data, config, planner.hardware, planner.fusions, planner.gradients, planner.at_call]
-        return [*map(repr, parts), planner.device_bytes, fixed, loss]
+        parts = [context.t, data, config, context.hardware, context.fusions, context.gradients, context.at_call]
+        return [*map(repr, parts), context.device_bytes, fixed, loss]
 
     def plan(self) -> Situation:
         """That of the plan of the call's training form."""
@@ -223,7 +223,7 @@ class Situation:
             return differs
         found = Found(captured=form["captured"])
         if form["plan"] is not None:
-            found.plan = _plan_of(form["plan"], self.planner.hardware, self.device)
+            found.plan = _plan_of(form["plan"], self.context.hardware, self.device)
         if form["program"] is None:
             return found
         state = self._state
@@ -244,11 +244,11 @@ class Situation:
             program.before_reduction = replace(
                 program.before_reduction, call=program.call, constants=program.constants, table=program.table
             )
-        planner = replace(self.planner, agree=None)
-        planner.config = planner.config.replace(activation_memory_budget=form["budget"]["amount"])
-        planner.fits = form["budget"]["fits"]
-        planner.plan = _plan_of(form["used"], self.planner.hardware, self.device)
-        found.compiled = Compiled(program, planner)
+        context = replace(self.context, agree=None)
+        context.config = context.config.replace(activation_memory_budget=form["budget"]["amount"])
+        context.fits = form["budget"]["fits"]
+        context.plan = _plan_of(form["used"], self.context.hardware, self.device)
+        found.compiled = Compiled(program, context)
         return found
 
     def _constant(self, form: Any, state: PythonState, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -296,8 +296,8 @@ class Situation:
             form["constants"] = {}
             for name, value in made.constants.items():
                 form["constants"][name] = self._constant_form(name, value, state, tensors)
-            config = compiled.planner.config
-            form["budget"] = {"amount": config.activation_memory_budget, "fits": compiled.planner.fits}
+            config = compiled.context.config
+            form["budget"] = {"amount": config.activation_memory_budget, "fits": compiled.context.fits}
             form["promises"] = config.activation_memory_budget is not None
             form["used"] = _plan_form(replace(compiled.plan, report=None), self.device)
         return packed(form, tensors)

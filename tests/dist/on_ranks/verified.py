@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import megafx
 from megafx.errors import UsageError
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 REQUIRES = (Phase.CANONICAL,)
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
         return {"loss": y.square().mean(), "y": y}
 
 
-def doubled(program: Program, planner: Planner) -> int:
+def doubled(program: Program, context: CompileContext) -> int:
     """A wrong pass: gelu becomes twice gelu."""
     (gelu,) = [n for n in program.graph.nodes if "gelu" in str(n.target)]
     with program.graph.inserting_after(gelu):

@@ -21,7 +21,7 @@ from megafx.config import Config
 from megafx.errors import MegafxError
 from megafx.ir import dump
 from megafx.passes.experts.join_experts import join_experts
-from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
+from megafx.testing import assert_same, canonical, expect, make_context, run_pass
 
 ops = torch.ops.megafx
 
@@ -303,8 +303,8 @@ def test_golden() -> None:
     """What is left of it finds nothing more to join."""
     before = canonical(mixture, **SHAPES)
     before.inputs = [replace(i, kind="user" if i.name in ("x", "scores") else "param") for i in before.inputs]
-    planner = make_planner(2, Config(overrides={"*": "expert"}))
-    after = run_pass(join_experts, before, planner)
+    context = make_context(2, Config(overrides={"*": "expert"}))
+    after = run_pass(join_experts, before, context)
     expect(
         after,
         """\
@@ -328,4 +328,4 @@ def test_golden() -> None:
         return %16""",
     )
     assert_same(before, after)
-    assert dump.text(run_pass(join_experts, after, planner)) == dump.text(after)
+    assert dump.text(run_pass(join_experts, after, context)) == dump.text(after)

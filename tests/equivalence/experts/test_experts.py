@@ -25,7 +25,7 @@ from megafx.errors import MegafxError
 from megafx.kernels.experts import grouped_mlp as module
 from megafx.kernels.experts import row_units
 from megafx.placements.types import Layout, S
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 ops = torch.ops.megafx
 
@@ -166,11 +166,11 @@ def test_graphs_without_gradients_split_as_those_with() -> None:
 def test_weights_that_an_earlier_graph_has_stored(stored: int, joined: int) -> None:
     model, inputs = Mixture(grouped, ffn=12).double(), (floats(3, 5, HIDDEN),)
     program = capture_call(model, inputs)
-    planner = make_planner(2, training=False)
-    planner.fixed = {"up": S(stored, Layout.contiguous(4, 2)), "down": S(stored and 1, Layout.contiguous(4, 2))}
-    passes = passes_of(planner, "planning")
+    context = make_context(2, training=False)
+    context.fixed = {"up": S(stored, Layout.contiguous(4, 2)), "down": S(stored and 1, Layout.contiguous(4, 2))}
+    passes = passes_of(context, "planning")
     names = [p.name for p in passes]
-    Runner(planner).run(program, passes[: names.index("join_experts") + 1])
+    Runner(context).run(program, passes[: names.index("join_experts") + 1])
     found = program.graph.find_nodes(op="call_function", target=ops.grouped_mlp.default)
     assert len(found) == joined
 

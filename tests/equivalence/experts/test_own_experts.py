@@ -32,7 +32,7 @@ from megafx.passes.experts.own_experts import own_experts
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Owned, owned
 from megafx.planner.plan import Plan
-from megafx.testing import assert_same, expect, graph, make_planner, run_pass
+from megafx.testing import assert_same, expect, graph, make_context, run_pass
 
 RTOL = 1e-10
 SLOW = pytest.mark.slow
@@ -69,7 +69,7 @@ def assert_as_eager(model: nn.Module, program: Program, made: Compiled, x: Tenso
 def planned_for(model: nn.Module, t: int) -> Plan:
     """The plan of `made_for`, without a graph."""
     program = captured(model, {"x": tokens(3, 5)})
-    return plan_only(program, make_planner(t, megafx.Config(overrides=OVERRIDES)))
+    return plan_only(program, make_context(t, megafx.Config(overrides=OVERRIDES)))
 
 
 def owner_of(made: Compiled) -> dict[int, set[int]]:
@@ -331,10 +331,10 @@ def test_plans_are_saved_and_given() -> None:
 def test_graphs_after_the_first_keep_the_owners() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planner = make_planner(2, megafx.Config(overrides=OVERRIDES), training=False)
-    planner.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
+    context = make_context(2, megafx.Config(overrides=OVERRIDES), training=False)
+    context.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
     canonicalize_program(program)
-    assert own_experts(program, planner) == 4
+    assert own_experts(program, context) == 4
     owners = {n.args[0].name: n.args[1] for n in targets(program, ops.owner_parameter.default)}
     assert set(owners.values()) == {0, 1}
     assert all(owner == 1 for name, owner in owners.items() if "experts_0" in name)
@@ -358,10 +358,10 @@ def test_a_graph_of_one_expert_and_one_without_gradients() -> None:
     for later, training in ((model, False), (Alone(model.moe), True)):
         program = captured(later, call)
         fixed = {spec.name: made.plan.params[spec.name] for spec in program.inputs if spec.kind == "param"}
-        planner = make_planner(3, megafx.Config(overrides=OVERRIDES), training=training, fixed=fixed)
+        context = make_context(3, megafx.Config(overrides=OVERRIDES), training=training, fixed=fixed)
         if training:
-            planner.wants_grad = lambda spec: spec.kind == "param"
-        found = compile_program(program.copy(), planner)
+            context.wants_grad = lambda spec: spec.kind == "param"
+        found = compile_program(program.copy(), context)
         assert found.plan.params == fixed
         names = [found.program.outputs[i].name for i in found.differentiated]
         wanted, tangents = eager(later, program, call, names)
@@ -420,9 +420,9 @@ def test_what_is_refused(build: Callable[[], nn.Module], overrides: dict[str, st
 def test_data_parallelism_is_refused() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planner = make_planner(2, megafx.Config(overrides=OVERRIDES), data=DataAxis(2))
+    context = make_context(2, megafx.Config(overrides=OVERRIDES), data=DataAxis(2))
     with pytest.raises(MegafxError, match=r"'moe.experts' is expert, but .* data-parallel"):
-        own_experts(program, planner)
+        own_experts(program, context)
 
 
 # -- the pass
@@ -444,8 +444,8 @@ def before() -> Program:
 
 def test_golden() -> None:
     start = before()
-    planner = make_planner(2, megafx.Config(overrides={"experts": "expert"}), training=False)
-    after = run_pass(own_experts, start, planner)
+    context = make_context(2, megafx.Config(overrides={"experts": "expert"}), training=False)
+    after = run_pass(own_experts, start, context)
     expect(
         after,
         """\
@@ -469,9 +469,9 @@ def test_golden() -> None:
         """,
     )
     assert_same(start, after)
-    again = planner.config.replace(overrides={})
-    assert own_experts(before(), make_planner(2, again)) == 0, "nobody asks for it"
-    assert own_experts(before(), make_planner(1, planner.config)) == 0, "one rank"
+    again = context.config.replace(overrides={})
+    assert own_experts(before(), make_context(2, again)) == 0, "nobody asks for it"
+    assert own_experts(before(), make_context(1, context.config)) == 0, "one rank"
 
 
 def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
@@ -486,7 +486,7 @@ def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
 
 
 def dropped(program: Program, rank: int) -> int:
-    return drop_expert_values(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
+    return drop_expert_values(program, make_context(axes={"tp": AxisContext(rank, 2)}))
 
 
 def test_golden_of_what_each_rank_runs() -> None:

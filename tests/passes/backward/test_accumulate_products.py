@@ -13,7 +13,7 @@ from megafx.checks.simulate import run_logical
 from megafx.ir.program import VAL, Program
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import differentiate
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 def weights() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_three_linears_on_one_input() -> None:
     differentiate(program, [0, 1, 2, 3], [0])
     tangent = torch.randn(3, 5, 10).double()
     assert count(program, torch.ops.aten.add.Tensor) == 2
-    assert accumulate_products(program, make_planner()) == 2
+    assert accumulate_products(program, make_context()) == 2
     assert count(program, torch.ops.aten.add.Tensor) == 0 and count(program, torch.ops.aten.addmm.default) == 2
     assert all(VAL in n.meta for n in program.graph.nodes if n.op == "call_function")
     got = run_logical(program, {**values, "0": tangent}, {}, 1).gradients
@@ -54,7 +54,7 @@ def test_one_of_the_products_is_seen_through_a_view() -> None:
             return (other + one if flip else one + other,)
 
         program = local_program(function, values)
-        assert accumulate_products(program, make_planner()) == 1
+        assert accumulate_products(program, make_context()) == 1
         torch.testing.assert_close(program.gm(*values.values())[0], function(**values)[0])
 
 
@@ -66,7 +66,7 @@ def test_a_product_that_is_used_again_is_left() -> None:
     values = weights() | {"x": torch.randn(5, 4).double()}
     program = local_program(function, values)
     before = str(program.graph)
-    assert accumulate_products(program, make_planner()) == 0 and str(program.graph) == before
+    assert accumulate_products(program, make_context()) == 0 and str(program.graph) == before
 
 
 def test_a_product_plus_itself_and_sums_of_others_are_left() -> None:
@@ -76,4 +76,4 @@ def test_a_product_plus_itself_and_sums_of_others_are_left() -> None:
 
     values = weights() | {"x": torch.randn(5, 4).double()}
     program = local_program(function, values)
-    assert accumulate_products(program, make_planner()) == 0
+    assert accumulate_products(program, make_context()) == 0

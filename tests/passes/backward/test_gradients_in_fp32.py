@@ -19,7 +19,7 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.gradients_in_fp32 import gradients_in_fp32
 from megafx.passes.communicate.add_pending import add_pending
 from megafx.placements.types import Layout
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 BF16 = torch.bfloat16
 FUSED = Config(gradient_accumulation_fusion=True)
@@ -66,7 +66,7 @@ def test_products_sums_and_embeddings_write_fp32() -> None:
     values = weights()
     program = joint(values)
     before, plain = ops(program), run(program, values)
-    assert gradients_in_fp32(program, make_planner(config=FUSED)) == 4
+    assert gradients_in_fp32(program, make_context(config=FUSED)) == 4
     assert gradient_dtypes(program) == [torch.float32] * 4
     after = ops(program)
     assert before.count("mm_fp32") == 0 and after.count("mm_fp32") == 1  # that of w; y y^T and its gradients stay
@@ -84,7 +84,7 @@ def test_else_what_is_made_is_cast() -> None:
     values = weights()
     program = joint(values)
     plain, count = run(program, values), ops(program).count("mm")
-    assert gradients_in_fp32(program, make_planner(config=CAST)) == 4
+    assert gradients_in_fp32(program, make_context(config=CAST)) == 4
     assert gradient_dtypes(program) == [torch.float32] * 4 and ops(program).count("mm") == count
     found = run(program, values)
     assert torch.equal(found["w"], plain["w"].float()) and torch.equal(found["table"], plain["table"].float())
@@ -94,7 +94,7 @@ def test_else_what_is_made_is_cast() -> None:
 def test_what_is_wide_or_not_asked_for_is_left(config: Config, dtype: torch.dtype) -> None:
     program = joint(weights(dtype))
     before = str(program.graph)
-    assert gradients_in_fp32(program, make_planner(config=config)) == 0 and str(program.graph) == before
+    assert gradients_in_fp32(program, make_context(config=config)) == 0 and str(program.graph) == before
 
 
 def test_a_cast_of_autocast_is_seen_from_its_other_end() -> None:
@@ -105,7 +105,7 @@ def test_a_cast_of_autocast_is_seen_from_its_other_end() -> None:
     program = joint(values, cast)
     shape = torch.randn(5, 6).to(BF16)
     plain = run_logical(program, {**values, "0": shape}, {}, 1).gradients["w"]
-    assert "_to_copy" in ops(program)[-1] and gradients_in_fp32(program, make_planner(config=FUSED)) == 1
+    assert "_to_copy" in ops(program)[-1] and gradients_in_fp32(program, make_context(config=FUSED)) == 1
     assert ops(program)[-1] == "mm_fp32"
     found = run_logical(program, {**values, "0": shape}, {}, 1).gradients["w"]
     torch.testing.assert_close(found, shape.float().t() @ values["x"].float())
@@ -123,7 +123,7 @@ def test_ranks_sum_fp32() -> None:
 
     values = {"w": nn.Parameter(torch.randn(6, H).to(BF16)), "x": torch.randn(6, H).to(BF16)}
     program = joint(values, sharded)
-    assert gradients_in_fp32(program, make_planner(config=FUSED)) == 1
+    assert gradients_in_fp32(program, make_context(config=FUSED)) == 1
     (total,) = (n for n in program.graph.nodes if n.target is move.default and n.args[1:3] == ("P", "I"))
     assert total.args[0].meta[VAL].dtype == total.meta[VAL].dtype == torch.float32
     tangent = torch.randn(6, 6).to(BF16)
@@ -133,7 +133,7 @@ def test_ranks_sum_fp32() -> None:
 
 def pending(program: Program, config: Config, gradients: Any) -> tuple[Program, int]:
     program = program.copy()
-    return program, add_pending(program, make_planner(config=config, gradients=gradients))
+    return program, add_pending(program, make_context(config=config, gradients=gradients))
 
 
 def test_products_add_to_what_is_there() -> None:
@@ -150,7 +150,7 @@ def test_products_add_to_what_is_there() -> None:
     }
     values |= {"u": nn.Parameter(torch.randn(3, 3).double()), "x": torch.randn(6, H).double()}
     program = joint(values, merged)
-    accumulate_products(program, make_planner())
+    accumulate_products(program, make_context())
     plain = run(program, values)
     added, changes = pending(program, FUSED, "accumulate")
     assert changes == 3 and [i.kind for i in added.inputs][-3:] == ["pending"] * 3

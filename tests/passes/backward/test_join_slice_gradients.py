@@ -14,7 +14,7 @@ from megafx.checks.simulate import run_logical
 from megafx.ir.program import PHASE, VAL, Program
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 def ops(program: Program) -> list[str]:
@@ -48,7 +48,7 @@ def check(function: Callable[[Any], tuple[Any, ...]]) -> Program:
     differentiate(program, [0], [0])
     assert any("_backward" in op for op in ops(program))
     tangent = torch.randn_like(function(x)[0])
-    assert join_slice_gradients(program, make_planner()) == 1
+    assert join_slice_gradients(program, make_context()) == 1
     got = run_logical(program, {"x": x, "0": tangent}, {}, 1).gradients["x"]
     (want,) = torch.autograd.grad(function(x)[0], x, tangent)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
@@ -61,7 +61,7 @@ def test_slices_that_cover_the_value_become_one_cat() -> None:
     names = [str(n.target).split(".")[1] for n in backward]
     assert names.count("cat") == 1 and "slice_backward" not in names and "add" not in names
     assert all(VAL in n.meta for n in backward)
-    assert join_slice_gradients(program, make_planner()) == 0
+    assert join_slice_gradients(program, make_context()) == 0
 
 
 def test_what_no_slice_covers_is_zero() -> None:
@@ -92,4 +92,4 @@ def test_others_are_left_alone(function: Callable[[Any], tuple[Any, ...]]) -> No
     program = local_program(function, {"x": nn.Parameter(torch.randn(5, 9).double())})
     differentiate(program, [0], [0])
     before = str(program.graph)
-    assert join_slice_gradients(program, make_planner()) == 0 and str(program.graph) == before
+    assert join_slice_gradients(program, make_context()) == 0 and str(program.graph) == before

@@ -14,7 +14,7 @@ from megafx.checks.simulate import run_logical
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
 from megafx.passes.backward.pack_attention_gradients import pack_attention_gradients
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 B, S, D = 2, 5, 3
 HEADS = {"q": 4, "k": 2, "v": 2}
@@ -42,8 +42,8 @@ def test_gradients_are_written_side_by_side(order: str, p: float) -> None:
     differentiate(program, [0], [0])
     tangent = torch.randn(B, 4, S, D).double()
     before = run_logical(program, {**inputs, "0": tangent}, {}, 1).gradients["x"]
-    assert pack_attention_gradients(program, make_planner()) == 0  # sums over zeros as yet
-    assert join_slice_gradients(program, make_planner()) == 1 and pack_attention_gradients(program, make_planner()) == 1
+    assert pack_attention_gradients(program, make_context()) == 0  # sums over zeros as yet
+    assert join_slice_gradients(program, make_context()) == 1 and pack_attention_gradients(program, make_context()) == 1
     names = [str(n.target) for n in program.graph.nodes]
     assert names.count("megafx.attention_backward_packed.default") == 1
     assert not any("cat" in n or n == "megafx.attention_backward.default" for n in names)
@@ -65,4 +65,4 @@ def test_a_gradient_that_something_else_reads_is_left() -> None:
     program = local_program(function, inputs)
     differentiate(program, [0], [0])
     before = str(program.graph)
-    assert pack_attention_gradients(program, make_planner()) == 0 and str(program.graph) == before
+    assert pack_attention_gradients(program, make_context()) == 0 and str(program.graph) == before

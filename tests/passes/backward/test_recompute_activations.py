@@ -17,7 +17,7 @@ from megafx.ir.facts import facts_of
 from megafx.ir.program import Program
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.recompute_activations import recompute_activations
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 ops = torch.ops.megafx
 RECOMPUTE = Config(recompute_activation_func=True)
@@ -68,7 +68,7 @@ def test_the_output_is_not_kept_and_gradients_are_the_same(function: Any) -> Non
     tangent = torch.randn(3, 5, 4).double()
     before = run_logical(program, {**inputs, "0": tangent}, {}, 1).gradients
     assert len(activations(program)) == 1
-    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 1
+    assert recompute_activations(program, make_context(1, RECOMPUTE)) == 1
     assert activations(program) == []
     gradients = [n for n in program.graph.nodes if facts_of(n.target).recompute]
     assert [n.args[-1] for n in gradients] == [True]
@@ -78,7 +78,7 @@ def test_the_output_is_not_kept_and_gradients_are_the_same(function: Any) -> Non
         if before[name] is not None:
             assert torch.equal(before[name], after[name]), name  # type: ignore[arg-type]
     assert after["down"] is not None
-    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0
+    assert recompute_activations(program, make_context(1, RECOMPUTE)) == 0
 
 
 def test_an_output_that_the_user_gets_is_left() -> None:
@@ -89,7 +89,7 @@ def test_an_output_that_the_user_gets_is_left() -> None:
     inputs = {n: v for n, v in values().items() if n in ("up", "down", "x")}
     program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_context(1, RECOMPUTE)) == 0 and str(program.graph) == before
 
 
 def test_what_its_own_gradient_needs_is_left() -> None:
@@ -100,7 +100,7 @@ def test_what_its_own_gradient_needs_is_left() -> None:
     inputs = {n: v for n, v in values().items() if n in ("up", "x")}
     program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_context(1, RECOMPUTE)) == 0 and str(program.graph) == before
 
 
 def test_without_a_reader_in_backward_nothing_changes() -> None:
@@ -110,4 +110,4 @@ def test_without_a_reader_in_backward_nothing_changes() -> None:
     inputs = {n: v for n, v in values().items() if n in ("up", "x")}
     program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_context(1, RECOMPUTE)) == 0 and str(program.graph) == before

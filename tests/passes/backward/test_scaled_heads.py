@@ -26,7 +26,7 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.scaled_products import scaled_products
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import I, Layout, S
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 T, TOKENS, CLASSES = 2, 6, 13
@@ -34,7 +34,7 @@ HEAD = {**EVERY, "fp8_head": True}
 
 
 def fused(t: int, **options: Any) -> tuple[Program, Any, dict[str, Any], int]:
-    """A head whose tokens are gathered and whose classes are cut: the joint graph after the pass, its planner, whole values,
+    """A head whose tokens are gathered and whose classes are cut: the joint graph after the pass, its context, whole values,
     and the number of products that changed."""
     torch.manual_seed(0)
     here, cut, one = (S(0, Layout.contiguous(n, t)) for n in (TOKENS, CLASSES, t))
@@ -61,22 +61,22 @@ def fused(t: int, **options: Any) -> tuple[Program, Any, dict[str, Any], int]:
             node.meta[PLACEMENT] = I
     program.placeholders()[0].meta[PLACEMENT] = here
     differentiate(program, [0, 1], [0])
-    planner: Any = make_planner(t, Config(**{**HEAD, **options}))
-    planner.plan = SimpleNamespace(axis="tp", params={"head.weight": cut, **dict.fromkeys([*local][2:4], I)}, t=t)
-    count = scaled_products(program, planner)
+    context: Any = make_context(t, Config(**{**HEAD, **options}))
+    context.plan = SimpleNamespace(axis="tp", params={"head.weight": cut, **dict.fromkeys([*local][2:4], I)}, t=t)
+    count = scaled_products(program, context)
     generator = torch.Generator().manual_seed(3)
     whole: dict[str, Any] = {"x": torch.randn(TOKENS, 8, generator=generator).double(), "y": local["y"]}
     whole["head.weight"] = torch.randn(CLASSES, 8, generator=generator).double()
     whole |= {name: torch.zeros(4, 8).double() for name in [*local][2:4]}
     whole["0"] = torch.rand(TOKENS, generator=generator).double()
-    return program, planner, whole, count
+    return program, context, whole, count
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_types_and_numbers_notice_what_is_not_reduced(recipe: str) -> None:
-    program, planner, whole, count = fused(T, fp8_recipe=recipe)
+    program, context, whole, count = fused(T, fp8_recipe=recipe)
     assert count == 3
-    placements = planner.plan.params | {"x": S(0, Layout.contiguous(TOKENS, T))}
+    placements = context.plan.params | {"x": S(0, Layout.contiguous(TOKENS, T))}
     wanted = run_logical(program, whole, placements, T)
 
     def wrong() -> bool:
@@ -95,7 +95,7 @@ def test_types_and_numbers_notice_what_is_not_reduced(recipe: str) -> None:
     for move in moves:
         with without_transition(program.graph, move):
             assert wrong(), move
-    expand_transitions(program, planner)
+    expand_transitions(program, context)
     starts: list[Any] = collective_nodes(program.graph)
     tokens = [n.args[0].meta["val"] for n in starts if "gather" in str(n.target)]
     assert torch.uint8 in {v.dtype for v in tokens if v.ndim == 2}

@@ -33,7 +33,7 @@ from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import I, Layout, Placement, R, S
 from megafx.planner.cost import product_rate
 from megafx.planner.hardware import FLOAT8, FP8_GAIN, Hardware
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 T = 2
@@ -47,7 +47,7 @@ def cut(dim: int, n: int, t: int = T) -> Placement:
 
 
 def linear(t: int, tokens: int = 6, **options: Any) -> tuple[Program, Any, dict[str, Any]]:
-    """A column-parallel linear that gathers its tokens: the joint graph after the pass, its planner, and whole values."""
+    """A column-parallel linear that gathers its tokens: the joint graph after the pass, its context, and whole values."""
     torch.manual_seed(0)
     here, weight = cut(0, tokens, t), cut(0, 4 * t, t)
     local = {
@@ -67,15 +67,15 @@ def linear(t: int, tokens: int = 6, **options: Any) -> tuple[Program, Any, dict[
             node.meta |= {FQN: "layers.0.up", PLACEMENT: cut(1, 4 * t, t) if t > 1 else I}
     program.placeholders()[0].meta[PLACEMENT] = here if t > 1 else I
     differentiate(program, [0, 1], [0])
-    planner: Any = make_planner(t, Config(**{**EVERY, **options}))
-    planner.plan = SimpleNamespace(axis="tp", params={n: weight if t > 1 else I for n in local if n != "x"}, t=t)
-    assert scaled_products(program, planner) == (3 if options.get("fp8_wgrad", True) else 2)
+    context: Any = make_context(t, Config(**{**EVERY, **options}))
+    context.plan = SimpleNamespace(axis="tp", params={n: weight if t > 1 else I for n in local if n != "x"}, t=t)
+    assert scaled_products(program, context) == (3 if options.get("fp8_wgrad", True) else 2)
     generator = torch.Generator().manual_seed(3)
     whole: dict[str, Any] = {"x": torch.randn(tokens, 8, generator=generator).double()}
     for name in ("layers.0.up.weight", "layers.1.up.weight"):
         whole[name] = torch.randn(4 * t, 8, generator=generator).double()
     whole["0"] = torch.randn(tokens, 4 * t, generator=generator).double()
-    return program, planner, whole
+    return program, context, whole
 
 
 def test_golden() -> None:
@@ -119,9 +119,9 @@ def emulated(x: Tensor, format: str, dim: int | None) -> Tensor:
 @pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
 @pytest.mark.parametrize(("t", "tokens"), [(1, 6), (2, 6), (2, 7), (3, 7), (4, 5)])
 def test_a_linear_is_its_emulation(t: int, tokens: int, fp8: str, recipe: str) -> None:
-    program, planner, whole = linear(t, tokens, fp8=fp8, fp8_recipe=recipe)
+    program, context, whole = linear(t, tokens, fp8=fp8, fp8_recipe=recipe)
     x, w, dy = whole["x"], whole["layers.0.up.weight"], whole["0"]
-    placements = planner.plan.params | {"x": cut(0, tokens, t) if t > 1 else I}
+    placements = context.plan.params | {"x": cut(0, tokens, t) if t > 1 else I}
     each, gradient = recipe == "rowwise", "e5m2" if fp8 == "hybrid" else "e4m3"
 
     def rounded(value: Tensor, format: str, dim: int) -> Tensor:
@@ -139,15 +139,15 @@ def test_a_linear_is_its_emulation(t: int, tokens: int, fp8: str, recipe: str) -
         ):
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
         if not collective_nodes(program.graph):
-            expand_transitions(program, planner)
+            expand_transitions(program, context)
 
 
 def test_types_and_numbers_notice_a_largest_that_is_not_reduced() -> None:
     """And every other collective of the graph, of which tokens travel as bytes."""
-    program, planner, whole = linear(T)
+    program, context, whole = linear(T)
     moves = [n for n in program.graph.nodes if is_transition(n) and n.args[1] == "M"]
     assert len(moves) == 3  # of x, of the weight, of the gradient
-    placements = planner.plan.params | {"x": cut(0, 6)}
+    placements = context.plan.params | {"x": cut(0, 6)}
     wanted = run_logical(program, whole, placements, T)
 
     def wrong() -> bool:
@@ -165,7 +165,7 @@ def test_types_and_numbers_notice_a_largest_that_is_not_reduced() -> None:
     for move in moves:
         with without_transition(program.graph, move):
             assert wrong(), move
-    expand_transitions(program, planner)
+    expand_transitions(program, context)
     starts: list[Any] = collective_nodes(program.graph)
     assert {n.args[0].meta["val"].dtype for n in starts if "gather" in str(n.target)} == {torch.uint8}
     for start in starts:
@@ -189,10 +189,10 @@ def left(function: Any, product: Placement = I, t: int = 1, **values: Tensor) ->
         if node.target is aten.mm.default:
             node.meta |= {FQN: "layers.0.up", PLACEMENT: product}
     differentiate(program, [0, 1], [0])
-    planner: Any = make_planner(t, Config(**EVERY))
-    planner.plan = SimpleNamespace(axis="tp", params={"layers.0.up.weight": product}, t=t)
+    context: Any = make_context(t, Config(**EVERY))
+    context.plan = SimpleNamespace(axis="tp", params={"layers.0.up.weight": product}, t=t)
     before = str(program.graph)
-    assert scaled_products(program, planner) == 0 and str(program.graph) == before
+    assert scaled_products(program, context) == 0 and str(program.graph) == before
     return [note.message for note in program.notes if note.topic == "fp8"]
 
 
@@ -225,7 +225,7 @@ def test_values_that_several_linears_read_are_cast_once() -> None:
     for node, name in zip(products, names, strict=True):
         node.meta[FQN] = name.removesuffix(".weight")
     differentiate(program, [0, 1, 2, 3, 4], [0, 1, 2])
-    assert scaled_products(program, make_planner(1, Config(**EVERY))) == 9
+    assert scaled_products(program, make_context(1, Config(**EVERY))) == 9
     targets = [n.target for n in program.graph.nodes]
     # x and three gradients once each; a weight in forward and, from the same largest magnitude, in backward
     assert (targets.count(mfx.fp8_quantize.default), targets.count(mfx.fp8_amax.default)) == (1 + 3 + 6, 1 + 3 + 3)
@@ -337,9 +337,9 @@ def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with refused("fp8 on <name>: its products need <needed>"):
         scaled_mm._check_device(torch.device("cuda", 7))
-    program, planner, _ = linear(1)
-    planner.config = Config(fp8=None)
-    assert scaled_products(program, planner) == 0
+    program, context, _ = linear(1)
+    context.config = Config(fp8=None)
+    assert scaled_products(program, context) == 0
 
 
 def test_options() -> None:
@@ -348,7 +348,7 @@ def test_options() -> None:
     assert Config(fp8="hybrid", fp8_recipe="tensorwise").fp8_recipe == "tensorwise"
     with pytest.raises(ConfigError, match="fp8 must be 'e4m3' or 'hybrid'"):
         Config().replace(fp8="e5m2")
-    program, planner, _ = linear(1)
-    planner.config = Config()
+    program, context, _ = linear(1)
+    context.config = Config()
     before = str(program.graph)
-    assert scaled_products(program, planner) == 0 and str(program.graph) == before
+    assert scaled_products(program, context) == 0 and str(program.graph) == before

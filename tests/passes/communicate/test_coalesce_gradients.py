@@ -16,7 +16,7 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import Layout
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 T, TOKENS, H = 2, 6, 4
 ROWS = Layout.contiguous(TOKENS, T)
@@ -62,7 +62,7 @@ def test_three_gradients_one_all_reduce() -> None:
     tangent = torch.randn(TOKENS, H).double()
     before = run_logical(program, {**values, "0": tangent}, {}, T)
     assert sums(program) == ["[4]", "[4]", "[4]"]
-    assert coalesce_gradients(program, make_planner()) == 2
+    assert coalesce_gradients(program, make_context()) == 2
     assert sums(program) == ["[12]"]
     after = run_logical(program, {**values, "0": tangent}, {}, T)
     weights = [values[n] for n in ("scale", "bias", "gain")]
@@ -71,12 +71,12 @@ def test_three_gradients_one_all_reduce() -> None:
         got = after.gradients[name]
         assert got is not None and torch.equal(got, before.gradients[name])  # type: ignore[arg-type]
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    assert coalesce_gradients(program, make_planner()) == 0
+    assert coalesce_gradients(program, make_context()) == 0
 
 
 def test_it_comes_last_and_nodes_are_complete() -> None:
     program, _ = built()
-    coalesce_gradients(program, make_planner())
+    coalesce_gradients(program, make_context())
     names = ops(program)
     assert names[-11:] == [*["view"] * 3, "cat", "transition", *["slice", "view"] * 3]
     for node in list(program.graph.nodes)[-12:-1]:
@@ -86,8 +86,8 @@ def test_it_comes_last_and_nodes_are_complete() -> None:
 
 def test_gradients_stay_parts_of_one_buffer_when_expanded() -> None:
     program, values = built()
-    coalesce_gradients(program, make_planner())
-    expand_transitions(program, make_planner())
+    coalesce_gradients(program, make_context())
+    expand_transitions(program, make_context())
     names = ops(program)
     assert names[-8:] == ["all_reduce", "wait_tensor", *["slice", "view"] * 3]
     run_logical(program, {**values, "0": torch.randn(TOKENS, H).double()}, {}, T)
@@ -95,7 +95,7 @@ def test_gradients_stay_parts_of_one_buffer_when_expanded() -> None:
 
 def test_dtypes_do_not_mix() -> None:
     program, _ = built(gain=torch.float32)
-    assert coalesce_gradients(program, make_planner()) == 1
+    assert coalesce_gradients(program, make_context()) == 1
     assert sums(program) == ["[4]", "[8]"]
 
 
@@ -103,7 +103,7 @@ def test_large_gradients_go_alone(monkeypatch: Any) -> None:
     monkeypatch.setattr(under_test, "LARGEST_BYTES", 4 * 8 - 1)
     program, _ = built()
     text = str(program.graph)
-    assert coalesce_gradients(program, make_planner()) == 0 and str(program.graph) == text
+    assert coalesce_gradients(program, make_context()) == 0 and str(program.graph) == text
 
 
 def test_sharded_weights_and_sums_used_again_are_left() -> None:
@@ -118,4 +118,4 @@ def test_sharded_weights_and_sums_used_again_are_left() -> None:
     program = local_program(function, weights)
     differentiate(program, [0, 1, 2], [0])
     # a's gradient is reduce-scattered; b's sum is used by exp's backward, only c's is a sum and nothing else
-    assert sums(program) == ["[8]", "[8]"] and coalesce_gradients(program, make_planner()) == 0
+    assert sums(program) == ["[8]", "[8]"] and coalesce_gradients(program, make_context()) == 0

@@ -19,7 +19,7 @@ from megafx.ir.program import Program
 from megafx.passes.communicate.coalesce_maxima import coalesce_maxima
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import Layout, S
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 mfx = torch.ops.megafx
 T = 3
@@ -38,7 +38,7 @@ def built(kept: int) -> tuple[Program, dict[str, Any]]:
         return tuple(found)
 
     program = local_program(function, local)
-    expand_transitions(program, make_planner(T))
+    expand_transitions(program, make_context(T))
     generator = torch.Generator().manual_seed(0)
     return program, {n: torch.randn(2 * T, 4, generator=generator).double() for n in local}
 
@@ -52,7 +52,7 @@ def scales(program: Program, whole: dict[str, Any]) -> list[Any]:
 def test_those_of_weights_are_one_collective(kept: int) -> None:
     program, whole = built(kept)
     before = scales(program, whole)
-    assert coalesce_maxima(program, make_planner(T)) == 1
+    assert coalesce_maxima(program, make_context(T)) == 1
     starts: list[Any] = collective_nodes(program.graph)
     assert len(starts) == 2 and "cat" in str(starts[0].args[0].target)  # in front of what needs no weight
     for a, b, value in zip(
@@ -66,12 +66,12 @@ def test_those_of_weights_are_one_collective(kept: int) -> None:
         pytest.raises(Exception, match="differs between ranks"),
     ):
         scales(program, whole)
-    assert coalesce_maxima(program, make_planner(T)) == 0
+    assert coalesce_maxima(program, make_context(T)) == 0
 
 
 def test_golden() -> None:
     program, _ = built(-1)
-    coalesce_maxima(program, make_planner(T))
+    coalesce_maxima(program, make_context(T))
     lines = [re.sub(r"\s*#.*", "", line).strip() for line in text(program).splitlines()]
     assert "\n".join(line for line in lines if not re.search(r"getitem|quantize|return", line)) == GOLDEN
 

@@ -13,7 +13,7 @@ from megafx.ir.program import FQN, MADE_BY, PHASE, Phase, Program
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, LOCAL, REDUCE_SCATTER, TRANSITIONS
-from megafx.testing import assert_same, expect, graph, make_planner, run_logically, run_pass, transition, with_backward
+from megafx.testing import assert_same, expect, graph, make_context, run_logically, run_pass, transition, with_backward
 
 aten = torch.ops.aten
 
@@ -265,7 +265,7 @@ def test_the_same_value_is_gathered_once() -> None:
     after = run_pass(merge_transitions, before)
     assert len(collective_nodes(run_pass(expand_transitions, before).graph)) == 4
     assert len(collective_nodes(run_pass(expand_transitions, after).graph)) == 3
-    assert merge_transitions(after.copy(), make_planner()) == 0
+    assert merge_transitions(after.copy(), make_context()) == 0
     assert_same(before, after)
 
 
@@ -273,13 +273,13 @@ def test_transitions_to_other_cuts_are_not_merged() -> None:
     before = graph(
         lambda x: (transition(x, "S1"), transition(x, "S1/2x1+2x1")), x="f32[2 4] I@tp", out="S1@tp", local=True
     )
-    assert merge_transitions(before.copy(), make_planner()) == 0
+    assert merge_transitions(before.copy(), make_context()) == 0
 
 
 def test_a_graph_without_transitions_is_left_alone() -> None:
     program = graph(lambda x: aten.mul(x, 2.0), x="f32[4 6] I@tp", local=True)
     changed = program.copy()
-    assert expand_transitions(changed, make_planner()) == 0
+    assert expand_transitions(changed, make_context()) == 0
     assert [n.name for n in changed.graph.nodes] == [n.name for n in program.graph.nodes]
     assert changed.phase == Phase.LOWERED
 

@@ -22,7 +22,7 @@ from megafx.passes.communicate.gather_parameters import gather_parameters
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import I
 from megafx.planner.plan import Plan
-from megafx.testing import graph, make_planner
+from megafx.testing import graph, make_context
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 SHAPES = {"a": (5, 8), "b": (48, 8), "c": (96, 8), "d": (7, 8)}  # b and c are read as one; a has padding
@@ -75,10 +75,10 @@ def on_ranks(program: Program, ranks: int, **axes: int) -> list[list[torch.Tenso
 
 
 def gathered(kept: int, ranks: int, **options: Any) -> tuple[Program, int]:
-    program, planner = casts_of_weights(kept, **options), make_planner(1, CONFIG, data=DataAxis(ranks, "fsdp", ranks))
-    planner.plan = Plan(1, params=dict.fromkeys(SHAPES, I))
-    gather_parameters(program, planner)
-    return program, gather_casts(program, planner)
+    program, context = casts_of_weights(kept, **options), make_context(1, CONFIG, data=DataAxis(ranks, "fsdp", ranks))
+    context.plan = Plan(1, params=dict.fromkeys(SHAPES, I))
+    gather_parameters(program, context)
+    return program, gather_casts(program, context)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -95,7 +95,7 @@ def test_bytes_are_gathered_and_are_the_same(kept: int, ranks: int) -> None:
     assert before == 2  # of a, and of b and c: of rows nothing is to be reduced
     for found in on_ranks(program, ranks):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-    assert coalesce_maxima(program, make_planner(1, CONFIG)) == 1
+    assert coalesce_maxima(program, make_context(1, CONFIG)) == 1
     for found in on_ranks(program, ranks):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 

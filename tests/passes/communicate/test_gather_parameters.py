@@ -12,9 +12,9 @@ from megafx.passes.communicate.read_shards import gather_what_is_read
 from megafx.passes.lower.regather import start_next_region
 from megafx.placements.data_axis import COPY_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.types import I, Layout, Placement, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import Plan
-from megafx.testing import expect, graph, make_planner
+from megafx.testing import expect, graph, make_context
 
 aten = torch.ops.aten
 SHAPES = {"a": (5, 3), "b": (5,), "c": (2, 5)}
@@ -48,13 +48,13 @@ def run(program: Program, ranks: int) -> list[torch.Tensor]:
     return [r[0] for r in simulate(program, inputs, mesh={"dp_shard": ranks, "tp": 1})]
 
 
-def planner_of(data: DataAxis, stored: dict[str, Placement], t: int = 1) -> Planner:
-    return make_planner(t, data=data, plan=Plan(t, params=stored))
+def context_of(data: DataAxis, stored: dict[str, Placement], t: int = 1) -> CompileContext:
+    return make_context(t, data=data, plan=Plan(t, params=stored))
 
 
 def gathered(form: str) -> Program:
     program = two_layers()
-    assert gather_parameters(program, planner_of(DataAxis(2, form, 2), dict.fromkeys(SHAPES, I))) == 2
+    assert gather_parameters(program, context_of(DataAxis(2, form, 2), dict.fromkeys(SHAPES, I))) == 2
     return program
 
 
@@ -94,10 +94,10 @@ def test_each_dtype_and_group_of_ranks_has_its_own():
     program = two_layers()
     with program.fake_mode:
         program.placeholders()[2].meta[VAL] = torch.empty(5, dtype=torch.float32)
-    assert gather_parameters(program, planner_of(DataAxis(2, "fsdp", 2), dict.fromkeys(SHAPES, I))) == 3
+    assert gather_parameters(program, context_of(DataAxis(2, "fsdp", 2), dict.fromkeys(SHAPES, I))) == 3
     program = two_layers()
     stored = {"a": S(0, Layout.contiguous(10, 2)), "b": I, "c": I}
-    assert gather_parameters(program, planner_of(DataAxis(2, "fsdp", 2), stored, t=2)) == 3
+    assert gather_parameters(program, context_of(DataAxis(2, "fsdp", 2), stored, t=2)) == 3
     assert [(n.args[1], n.args[2]) for n in gathers(program.graph)] == [(2, SHARD_AXIS), (4, COPY_AXIS), (4, COPY_AXIS)]
 
 

@@ -19,7 +19,7 @@ from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
 from megafx.placements.types import Layout, Placement, S
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 T, B, SEQ, H, N, FFN = 2, 2, 4, 8, 4, 16
 TOKENS = Layout.contiguous(SEQ, T).flat()
@@ -115,8 +115,8 @@ def lowered(
     differentiate(program, list(range(len(program.inputs))), [0])
     if regather:
         tag_regathers(program)
-    coalesce_gradients(program, make_planner())
-    expand_transitions(program, make_planner())
+    coalesce_gradients(program, make_context())
+    expand_transitions(program, make_context())
     return program, values, placements
 
 
@@ -146,7 +146,7 @@ def text(program: Program) -> list[str]:
 def test_column_parallel_backward() -> None:
     program = local_program(column, {"w": nn.Parameter(torch.randn(6, 4)), "x": nn.Parameter(torch.randn(3, 4))})
     differentiate(program, [0, 1], [0])
-    expand_transitions(program, make_planner())
+    expand_transitions(program, make_context())
     assert text(program) == [
         "t_1 = t(arg2_1)",
         "mm_1 = mm(t_1, arg1_1)",
@@ -154,7 +154,7 @@ def test_column_parallel_backward() -> None:
         "all_reduce_default = all_reduce(mm_2)",
         "wait_tensor_default = wait_tensor(all_reduce_default)",
     ]
-    assert schedule_collectives(program, make_planner()) == 3
+    assert schedule_collectives(program, make_context()) == 3
     assert text(program) == [
         "t_1 = t(arg2_1)",
         "mm_2 = mm(arg2_1, arg0_1)",
@@ -162,7 +162,7 @@ def test_column_parallel_backward() -> None:
         "mm_1 = mm(t_1, arg1_1)",
         "wait_tensor_default = wait_tensor(all_reduce_default)",
     ]
-    assert schedule_collectives(program, make_planner()) == 0
+    assert schedule_collectives(program, make_context()) == 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -172,7 +172,7 @@ def test_blocks(sequence_parallel: bool, fused: bool) -> None:
     names = [n.name for n in starts(program)]
     tangent = torch.randn(B, SEQ, H).double()
     before = run_logical(program, {**values, "0": tangent}, placements, T)
-    assert schedule_collectives(program, make_planner()) > 0
+    assert schedule_collectives(program, make_context()) > 0
     assert [n.name for n in starts(program)] == names, "collectives keep their order"
     after = run_logical(program, {**values, "0": tangent}, placements, T)
     want = torch.autograd.grad(whole_block(fused)(*values.values()), [*values.values()][:-1], tangent)
@@ -185,7 +185,7 @@ def test_blocks(sequence_parallel: bool, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_each_backward_collective_of_a_block_has_a_product_beside_it(sequence_parallel: bool, fused: bool) -> None:
     program, _, _ = lowered(sequence_parallel, fused, layers=3)
-    schedule_collectives(program, make_planner())
+    schedule_collectives(program, make_context())
     counts = list(overlapped(list(program.graph.nodes)).values())
     if sequence_parallel:
         # the first gather of backward has nothing before it; after the blocks come x's gather and the norms' sum
@@ -203,7 +203,7 @@ def test_forward_keeps_its_order() -> None:
         return [n for n in forward if isinstance(n.target, torch._ops.OpOverload) and not (is_start(n) or is_wait(n))]
 
     before = computed()
-    schedule_collectives(program, make_planner())
+    schedule_collectives(program, make_context())
     assert computed() == before
 
 
@@ -215,8 +215,8 @@ def test_independent_branches_overlap_in_forward() -> None:
 
     weights = {n: nn.Parameter(torch.randn(4, 4)) for n in "ab"}
     program = local_program(parallel, {**weights, "x": torch.randn(3, 4)})
-    expand_transitions(program, make_planner())
-    schedule_collectives(program, make_planner())
+    expand_transitions(program, make_context())
+    schedule_collectives(program, make_context())
     order = [str(n.target).split(".")[1] for n in program.graph.nodes if n.op == "call_function"]
     assert order == ["linear", "all_reduce", "gelu", "linear", "wait_tensor", "add"]
 
@@ -227,7 +227,7 @@ def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
     layers, found = 2, {}
     for regather in (False, True):
         program, values, placements = lowered(True, fused, layers, regather)
-        schedule_collectives(program, make_planner())
+        schedule_collectives(program, make_context())
         parts = parts_of(program)
         assert parts.backward is not None
         gathers = sum("all_gather" in str(n.target) for gm in (parts.forward, parts.backward) for n in gm.graph.nodes)
@@ -263,7 +263,7 @@ def check_two_graphs(program: Program, parts: Any, values: Any, placements: Any)
 
 def test_every_wait_follows_its_start_and_operands_precede_users() -> None:
     program, _, _ = lowered(True, True, layers=3)
-    schedule_collectives(program, make_planner())
+    schedule_collectives(program, make_context())
     seen: set[Any] = set()
     for node in program.graph.nodes:
         assert all(a in seen for a in node.all_input_nodes)
@@ -282,8 +282,8 @@ def test_gathered_parameters_start_one_product_early() -> None:
     weights = {f"w{i}": nn.Parameter(torch.randn(2, 4)) for i in range(8)}
     program = local_program(function, {**weights, "x": torch.randn(3, 4)})
     differentiate(program, [], [])
-    expand_transitions(program, make_planner())
-    schedule_collectives(program, make_planner())
+    expand_transitions(program, make_context())
+    schedule_collectives(program, make_context())
     order = [str(n.target).split(".")[1] for n in program.graph.nodes if is_start(n) or is_product(n)]
     gather, product = "all_gather_into_tensor", "mm"
     # the first starts have few products to pass, so they come at once; the others one product early

@@ -44,8 +44,8 @@ def compiled(layers: int, form: str, copies: int = 1) -> Compiled:
 
 def backward(of: Compiled) -> list[fx.Node]:
     """What a rank runs."""
-    assert of.planner.data is not None
-    parts = of.for_rank(Mesh({**of.planner.data.mesh, "tp": 1}).ranks[0]).partition
+    assert of.context.data is not None
+    parts = of.for_rank(Mesh({**of.context.data.mesh, "tp": 1}).ranks[0]).partition
     assert parts is not None and parts.last_backward is not None
     return [*parts.last_backward.graph.nodes]
 

@@ -13,7 +13,7 @@ from capacity_mixtures import Model, a_call
 import megafx
 from megafx.config import Config
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 SLOW = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_without_gates_and_biases() -> None:
 def test_rows_travel_by_all_to_all_and_weights_are_held_alone() -> None:
     programs: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         programs.append(program.copy())
         return 0
 

@@ -20,7 +20,7 @@ from megafx.config import Config
 from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.units import bytes_text
 
 MOVES = ("dispatch_rows", "combine_rows")
@@ -34,7 +34,7 @@ def verified(model: Model, mesh: dict[str, int], *passes: Any, experts: int = 2,
 
 
 def kept(into: list[Program], where: str) -> tuple[str, Any]:
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         into.append(program.copy())
         return 0
 

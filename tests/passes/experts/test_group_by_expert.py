@@ -18,7 +18,7 @@ from megafx.config import Config
 from megafx.errors import PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 SORTS = {"sort", "argsort", "cumsum", "one_hot", "index_put", "index_add"}
 
@@ -30,7 +30,7 @@ def verified(model: nn.Module, mesh: dict[str, int], *passes: Any, rows: int = 4
 
 
 def kept(into: list[Program]) -> tuple[str, Any]:
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         into.append(program.copy())
         return 0
 
@@ -69,7 +69,7 @@ def test_whole_experts_on_tensor_parallel_ranks(mesh: dict[str, int]) -> None:
 def test_an_order_that_is_lost_is_noticed(lost: str) -> None:
     """Biases are then those of other experts, or rows those of other tokens."""
 
-    def lose(program: Program, planner: Planner) -> int:
+    def lose(program: Program, context: CompileContext) -> int:
         name, kept_dims = ("ungroup_rows", 2) if lost == "the way back" else ("group_rows", 1)
         found = [n for n in program.graph.nodes if op_name(n) == name and n.meta[VAL].dim() == kept_dims]
         node = next(n for n in found if kept_dims == 2 or not n.meta[VAL].is_floating_point())

@@ -18,7 +18,7 @@ from megafx.config import Config
 from megafx.errors import PlanError
 from megafx.ir.nodes import op_name
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 
 def verified(
@@ -31,7 +31,7 @@ def verified(
 
 
 def kept(into: list[Program], where: str) -> tuple[str, Any]:
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         into.append(program.copy())
         return 0
 

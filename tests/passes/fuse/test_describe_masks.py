@@ -18,7 +18,7 @@ from megafx.ir.nodes import argument
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
-from megafx.testing import assert_same, fuse_with, make_planner
+from megafx.testing import assert_same, fuse_with, make_context
 
 FAMILY = [
     *(attention.AttentionChain, attention.AttentionOfGroups),
@@ -41,7 +41,7 @@ def described(function, **more):
     """The program with what describe_masks found: (before, after, arguments of the attention after the mask, its mask)."""
     fused = fuse_with(FAMILY, function, **HEADS | more)
     found = fused.program.copy()
-    describe_masks(found, make_planner())
+    describe_masks(found, make_context())
     nodes = [n for n in found.graph.nodes if n.op == "call_function" and target_text(n.target) in ATTENTION]
     assert len(nodes) == 1, fused.near_misses
     return fused.before, found, nodes[0]

@@ -23,7 +23,7 @@ from megafx.ir.program import PLACEMENT
 from megafx.rewrite import pattern as registry
 from megafx.rewrite.driver import patterns_of
 from megafx.rewrite.pattern import register, unregister
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 toy = torch.ops.toy
 # The library's own patterns off; a workload that is worth sharding.
@@ -143,9 +143,9 @@ def test_dropout_draws_the_same_bits_fused_or_not(cases):
 
 def placed(case, t, stop, **config):
     """The program as the named pass leaves it."""
-    planner = make_planner(t, Config(**ALONE, **config), wants_grad=lambda spec: spec.kind == "param")
+    context = make_context(t, Config(**ALONE, **config), wants_grad=lambda spec: spec.kind == "param")
     with megafx.debug(check=1, stop_after=stop), pytest.raises(megafx.compiler.runner.PipelineStopped) as stopped:
-        compile_program(case.program.copy(), planner)
+        compile_program(case.program.copy(), context)
     return stopped.value.program
 
 

@@ -18,7 +18,7 @@ from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import VAL, Phase, Program
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
-from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
+from megafx.testing import assert_same, canonical, expect, make_context, run_pass
 
 
 def shifted(x, w, y):
@@ -39,7 +39,7 @@ def fused(loss, config=None, **values) -> tuple[Program, Program]:
     """(before, after) on one rank."""
     before = canonical(loss, **values)
     before.phase = Phase.LOCAL
-    return before, run_pass(fuse_linear_loss, before, make_planner(1, config))
+    return before, run_pass(fuse_linear_loss, before, make_context(1, config))
 
 
 def ops_of(program: Program) -> list[str]:
@@ -126,7 +126,7 @@ def with_loss(config, fn, gather=True):
     from dataclasses import replace
 
     before.outputs[0] = replace(before.outputs[0], loss=True)
-    return before, run_pass(fuse_linear_loss, before, make_planner(1, config))
+    return before, run_pass(fuse_linear_loss, before, make_context(1, config))
 
 
 def test_logits_that_leave_are_lazy():
@@ -161,13 +161,13 @@ def test_logits_that_must_be_there(config, fn, reason):
 def test_off():
     before = canonical(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), **FLAT)
     before.phase = Phase.LOCAL
-    after = run_pass(fuse_linear_loss, before, make_planner(1, Config(cross_entropy_fusion=False)))
+    after = run_pass(fuse_linear_loss, before, make_context(1, Config(cross_entropy_fusion=False)))
     assert dump.text(before) == dump.text(after) and not after.notes
 
 
 def joint(model, t=1, **config):
-    planner = make_planner(t, Config(**config), wants_grad=lambda spec: spec.kind == "param")
-    return compile_program(capture_call(model, *synthesize_inputs(model)), planner).program
+    context = make_context(t, Config(**config), wants_grad=lambda spec: spec.kind == "param")
+    return compile_program(capture_call(model, *synthesize_inputs(model)), context).program
 
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
@@ -264,9 +264,9 @@ def is_wide(node, columns):
 def placed(model, t, **config):
     """The joint graph before transitions are written out."""
     config = Config(tensor_model_parallel_size=t, **config)
-    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
+    context = make_context(t, config, wants_grad=lambda spec: spec.kind == "param")
     program = capture_call(model, *synthesize_inputs(model))
-    passes = passes_of(planner, *EVERY_RANK)
-    Runner(planner).run(program, passes[: [p.name for p in passes].index("check_types") + 1])
+    passes = passes_of(context, *EVERY_RANK)
+    Runner(context).run(program, passes[: [p.name for p in passes].index("check_types") + 1])
     assert not [n for n in program.notes if n.topic == "types"]
     return program

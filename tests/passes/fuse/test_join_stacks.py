@@ -9,14 +9,14 @@ import torch
 from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.fuse.join_stacks import join_stacks
-from megafx.testing import expect, graph, make_planner, run_pass
+from megafx.testing import expect, graph, make_context, run_pass
 
 aten = torch.ops.aten
 
 
 def joined(before: Program, trains: Any = lambda spec: True) -> Program:
-    planner = make_planner(2, Config(), hardware="cpu-gloo", training=False, wants_grad=trains)
-    return run_pass(join_stacks, before, planner)
+    context = make_context(2, Config(), hardware="cpu-gloo", training=False, wants_grad=trains)
+    return run_pass(join_stacks, before, context)
 
 
 def test_weights_of_experts() -> None:

@@ -19,14 +19,14 @@ from megafx.distributed.parameters import JoinedParameters, parameter_slots, pla
 from megafx.ir import dump
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.testing import assert_same, expect, graph, make_planner, run_pass, transition
+from megafx.testing import assert_same, expect, graph, make_context, run_pass, transition
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
 def merged(before, t=2, trains=lambda spec: True, **config):
-    planner = make_planner(t, Config(**config), hardware="cpu-gloo", training=False, wants_grad=trains)
-    return run_pass(merge_linears, before, planner)
+    context = make_context(t, Config(**config), hardware="cpu-gloo", training=False, wants_grad=trains)
+    return run_pass(merge_linears, before, context)
 
 
 def notes(program):

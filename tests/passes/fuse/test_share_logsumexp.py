@@ -9,7 +9,7 @@ import megafx
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
-from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
+from megafx.testing import assert_same, canonical, expect, make_context, run_pass
 
 LOGITS = {"x": "f32[b s v=16]", "y": "i64[b s]"}
 
@@ -80,7 +80,7 @@ def test_others_are_left_alone(loss):
 def test_off():
     before = canonical(flat, **LOGITS)
     assert dump.text(
-        run_pass(share_logsumexp, before, make_planner(1, Config(cross_entropy_fusion=False)))
+        run_pass(share_logsumexp, before, make_context(1, Config(cross_entropy_fusion=False)))
     ) == dump.text(before)
 
 

@@ -289,10 +289,10 @@ def test_cross_entropy_of_a_sharded_vocabulary(t: int) -> None:
 
 
 def test_nothing_to_do() -> None:
-    before, program, planner = small_plans.placed(
+    before, program, context = small_plans.placed(
         lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x="f32[t=4 k=8]", w="param f32[n=6 k=8]"
     )
-    assert localize_shapes(program, planner) == 0
+    assert localize_shapes(program, context) == 0
     expect(
         program,
         """
@@ -307,13 +307,13 @@ def test_nothing_to_do() -> None:
 
 
 def test_a_value_of_another_shape_than_its_placement_is_refused() -> None:
-    _, program, planner = small_plans.placed(
+    _, program, context = small_plans.placed(
         lambda x, w: aten.linear(x, w), {"linear": "R, S0 -> S1"}, x="f32[t=4 k=8]", w="param f32[n=6 k=8]"
     )
-    choice = planner.solved.ops["linear"]
-    planner.solved.ops["linear"] = type(choice)(choice.ins, P)
+    choice = context.solved.ops["linear"]
+    context.solved.ops["linear"] = type(choice)(choice.ins, P)
     with pytest.raises(PlacementError) as raised:
-        localize_shapes(program, planner)
+        localize_shapes(program, context)
     assert str(raised.value) == (
         "aten.linear.default gives a local shape (4, 3) where its placement P on 2 ranks means (4, 6)\n"
         "  in module '<root>'\n"

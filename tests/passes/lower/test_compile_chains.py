@@ -20,7 +20,7 @@ from megafx.kernels.common.chain import Chain
 from megafx.passes.lower import compile_chains as this
 from megafx.passes.lower.compile_chains import chains_of, compile_chains, with_chains
 from megafx.passes.lower.partition import partition
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 
 class Layer(nn.Module):
@@ -134,7 +134,7 @@ def test_collectives_and_overlap_are_as_without_it(compilations: list[str], monk
 def of(function: Any, *inputs: Tensor, varying: tuple[str, ...] = ()) -> tuple[fx.GraphModule, Any]:
     names = {f"x{i}": x for i, x in enumerate(inputs)}
     program = local_program(function, names, varying=varying)
-    partition(program, make_planner())
+    partition(program, make_context())
     assert program.partition is not None
     return program.partition.forward, program
 
@@ -238,4 +238,4 @@ def test_auto_stays_eager_where_that_is_as_fast_and_says_so(compilations: list[s
 def test_nothing_without_compile() -> None:
     _, program = of(lambda x0: (x0.exp().cos(),), torch.randn(3))
     before = program.partition
-    assert compile_chains(program, make_planner()) == 0 and program.partition is before
+    assert compile_chains(program, make_context()) == 0 and program.partition is before

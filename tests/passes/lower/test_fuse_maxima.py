@@ -20,7 +20,7 @@ from megafx.kernels.fp8.largest import giving_largest
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.lower import fuse_maxima as under_test
 from megafx.passes.lower.partition import partition
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 ops = torch.ops.megafx
 WHOLE = (-1, [], "tp")
@@ -28,11 +28,11 @@ WHOLE = (-1, [], "tp")
 
 def forward(function: Any, fp8: str | None = "hybrid", **inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Its graph before and after the pass."""
-    program, planner = local_program(function, inputs), make_planner(1, Config(fp8=fp8))
-    partition(program, planner)
+    program, context = local_program(function, inputs), make_context(1, Config(fp8=fp8))
+    partition(program, context)
     assert program.partition is not None
     before = program.partition.forward
-    under_test.fuse_maxima(program, planner)
+    under_test.fuse_maxima(program, context)
     return before, program.partition.forward
 
 

@@ -16,7 +16,7 @@ from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.lower import pair_casts as under_test
 from megafx.passes.lower.partition import partition
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 ops = torch.ops.megafx
 
@@ -24,11 +24,11 @@ ops = torch.ops.megafx
 def parts(function: Any, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Its graph before and after the pass."""
     program = local_program(function, {f"x{i}": x for i, x in enumerate(inputs)})
-    planner = make_planner(1, Config(fp8="hybrid", fp8_recipe="rowwise"))
-    partition(program, planner)
+    context = make_context(1, Config(fp8="hybrid", fp8_recipe="rowwise"))
+    partition(program, context)
     assert program.partition is not None
     before = program.partition.forward
-    under_test.pair_casts(program, planner)
+    under_test.pair_casts(program, context)
     return before, program.partition.forward
 
 

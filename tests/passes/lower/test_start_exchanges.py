@@ -57,7 +57,7 @@ class Stack(nn.Module):
 def graphs(first: bool, **options: Any) -> tuple[fx.Graph, fx.Graph]:
     config = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=2, expert_model_parallel_size=2, **options)
     made = _compiled(ExampleCall.of(Stack(first).double(), config, (a_call(4), {}), None, runs=False))
-    mesh = Mesh({**made.planner.data.mesh, TENSOR_AXIS: 1})
+    mesh = Mesh({**made.context.data.mesh, TENSOR_AXIS: 1})
     parts = made.for_rank(mesh.ranks[0]).partition
     assert parts is not None and parts.last_backward is not None
     return parts.forward.graph, parts.last_backward.graph

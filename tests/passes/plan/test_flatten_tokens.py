@@ -26,10 +26,10 @@ from megafx.ir.program import TOKENS, VAL
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.planner.plan import Plan
-from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
+from megafx.testing import assert_same, canonical, expect, make_context, run_pass
 
 T = 2
-PLANNER = make_planner(T, megafx.Config(sequence_parallel=True))
+PLANNER = make_context(T, megafx.Config(sequence_parallel=True))
 COPIES = {"clone", "contiguous", "cat", "copy", "permute", "transpose", "_to_copy", "index", "rank_place"}
 
 
@@ -124,10 +124,10 @@ def test_padding_of_tokens() -> None:
 
 def test_only_where_it_is_wanted() -> None:
     before = canonical(_norm_of_features, x="f64[b s 4]", w="param f64[6 4]")
-    for planner in (make_planner(1), make_planner(T, megafx.Config(sequence_parallel=False))):
-        assert flatten_tokens(before.copy(), planner) == 0
+    for context in (make_context(1), make_context(T, megafx.Config(sequence_parallel=False))):
+        assert flatten_tokens(before.copy(), context) == 0
     given = Plan(T, flat_tokens=True)
-    assert flatten_tokens(before.copy(), make_planner(T, megafx.Config(sequence_parallel=False), given=given)) == 2
+    assert flatten_tokens(before.copy(), make_context(T, megafx.Config(sequence_parallel=False), given=given)) == 2
 
 
 # -- models
@@ -200,8 +200,8 @@ def _compiled(name: str, t: int = T, b: int = 3) -> Compiled:
     torch.manual_seed(0)
     model = Model(**MODELS[name])
     config = megafx.Config(sequence_parallel=True)
-    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
-    return compile_program(capture_call(model, _inputs(b, 8, model), {}), planner)
+    context = make_context(t, config, wants_grad=lambda spec: spec.kind == "param")
+    return compile_program(capture_call(model, _inputs(b, 8, model), {}), context)
 
 
 def _made_of(node: fx.Node) -> Iterator[fx.Node]:

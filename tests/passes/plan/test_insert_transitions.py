@@ -13,20 +13,20 @@ from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.placements.types import I, R
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.testing import assert_same, expect
 
 aten = torch.ops.aten
 X, W = "f32[t=4 k=8]", "param f32[n=6 k=8]"
 
 
-def check(placed: tuple[Program, Program, Planner], text: str, t: int = 2) -> None:
+def check(placed: tuple[Program, Program, CompileContext], text: str, t: int = 2) -> None:
     """The placed graph is this text, and it computes what the graph before does; so do t ranks after localizing."""
-    before, after, planner = placed
+    before, after, context = placed
     verify(after)
     expect(after, text, t=1)
     assert_same(before, after)
-    localize_shapes(after, planner)
+    localize_shapes(after, context)
     verify(after)
     assert_same(before, after, t)
 
@@ -75,13 +75,13 @@ def test_q_k_and_v_share_one_conversion() -> None:
 
 def test_a_gathered_shard_serves_every_reader() -> None:
     """Sequence parallelism: one all-gather of the norm's result, not one for each projection."""
-    before, after, planner = small_plans.placed(
+    before, after, context = small_plans.placed(
         lambda x, q, k: aten.mul(aten.linear(aten.relu(x), q), aten.linear(aten.relu(x), k)),
         {"relu": "S0 -> S0", "relu_1": "S0 -> S0", "linear": "R, S0 -> S1", "linear_1": "R, S0 -> S1"},
         x=X, q=W, k=W,
     )  # fmt: skip
     assert sum(is_transition(n) and n.args[1:3] == ("I", "S0") for n in after.graph.nodes) == 1, "x is sliced once"
-    localize_shapes(after, planner)
+    localize_shapes(after, context)
     assert_same(before, after)
 
 
@@ -161,25 +161,25 @@ def test_sizes_of_layouts_are_emitted_once() -> None:
 
 
 def test_nothing_to_do() -> None:
-    program, planner = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
-    assert insert_transitions(program, planner) == 0
+    program, context = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
+    assert insert_transitions(program, context) == 0
     assert not any(is_transition(n) for n in program.graph.nodes)
     assert program.phase == Phase.PLACED
     assert all(n.meta[PLACEMENT] == I for n in program.graph.nodes if n.op != "output")
 
 
 def test_an_output_leaves_whole() -> None:
-    program, planner = small_plans.planned(lambda x: aten.relu(x), {"relu": "S0 -> S0"}, x=X)
-    assert insert_transitions(program, planner) == 2  # x sliced, the result gathered
+    program, context = small_plans.planned(lambda x: aten.relu(x), {"relu": "S0 -> S0"}, x=X)
+    assert insert_transitions(program, context) == 2  # x sliced, the result gathered
     assert program.results()[0].meta[PLACEMENT] == I
 
 
 def test_a_plan_that_mixes_invariant_and_replicated_is_refused() -> None:
     """What the pass writes is checked, not believed: an invariant operand beside a replicated result loses gradients."""
-    program, planner = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
-    choice = planner.solved.ops["linear"]
-    planner.solved.ops["linear"] = type(choice)(choice.ins, R)
-    insert_transitions(program, planner)
+    program, context = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
+    choice = context.solved.ops["linear"]
+    context.solved.ops["linear"] = type(choice)(choice.ins, R)
+    insert_transitions(program, context)
     with pytest.raises(PlacementError) as raised:
         verify(program)
     assert str(raised.value) == (

@@ -17,7 +17,7 @@ from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.place_axes import place_axes
 from megafx.placements.data_axis import DataAxis
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 RANKS = 3
 X, Y = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
@@ -39,7 +39,7 @@ class Of(nn.Module):
 def typed(function, *inputs: torch.Tensor) -> Program:
     program = capture_call(Of(function), inputs, {})
     canonicalize_program(program)
-    place_axes(program, make_planner(data=DataAxis(RANKS)))
+    place_axes(program, make_context(data=DataAxis(RANKS)))
     return program
 
 
@@ -189,12 +189,12 @@ def test_a_batch_of_one_size_is_refused():
     program = capture_call(Of(lambda w, x: x * w), (X,), {}, dynamic=False)
     canonicalize_program(program)
     with pytest.raises(PlanError, match="no size that may vary"):
-        place_axes(program, make_planner(data=DataAxis(RANKS)))
+        place_axes(program, make_context(data=DataAxis(RANKS)))
 
 
 def test_averaging_types_nothing():
     program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
     canonicalize_program(program)
     before = ops(program)
-    assert place_axes(program, make_planner(1, Config(data_parallel_loss="average"), data=DataAxis(RANKS))) == 0
+    assert place_axes(program, make_context(1, Config(data_parallel_loss="average"), data=DataAxis(RANKS))) == 0
     assert ops(program) == before and not program.batch.summed and not program.batch.whole

@@ -22,7 +22,7 @@ from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, S
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY
 from megafx.report.describe import describe
@@ -58,10 +58,10 @@ NAMES = [pytest.param(n, marks=() if n in ("nanogpt", "llama") else pytest.mark.
 
 
 @cache
-def _placed(name: str, sequence_parallel: bool | str) -> tuple[Program, Planner, Report]:
-    program, planner = real_sizes.planned(name, T, sequence_parallel=sequence_parallel)
-    insert_transitions(program, planner)
-    return program, planner, describe(program, planner)
+def _placed(name: str, sequence_parallel: bool | str) -> tuple[Program, CompileContext, Report]:
+    program, context = real_sizes.planned(name, T, sequence_parallel=sequence_parallel)
+    insert_transitions(program, context)
+    return program, context, describe(program, context)
 
 
 def _plan(name: str, sequence_parallel: bool | str) -> Plan:
@@ -104,8 +104,8 @@ def test_tensor_parallel_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sequence_parallel_collectives(name: str) -> None:
     """One gather before each column-parallel region (shared by q, k and v), one reduce-scatter after each row-parallel."""
-    program, planner, _ = _placed(name, True)
-    assert planner.solved.sequence_parallel
+    program, context, _ = _placed(name, True)
+    assert context.solved.sequence_parallel
     assert _transitions(program, of_parameters=False) == {"S->R": PAIRS[name], "P->S": PAIRS[name]}
     assert _transitions(program, of_parameters=True) == Counter({"I->R": SUMMED[name], "I->P": RANK0_BIASES[name]})
 
@@ -114,14 +114,14 @@ def test_sequence_parallel_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_residual_stream_is_whole_or_on_the_sequence(name: str, sequence_parallel: bool) -> None:
     """Norms, dropouts and residual sums: invariant without sequence parallelism, a shard of dim 1 with it."""
-    program, planner, _ = _placed(name, sequence_parallel)
+    program, context, _ = _placed(name, sequence_parallel)
     ids = next(n for n, spec in program.input_nodes() if spec.kind == "user")
     batch = program.sizes.shape(ids.meta[VAL])[0]
     hidden = {"nanogpt": 4096, "llama": 4096}.get(name, 1024)
     seen = 0
     for node in program.graph.nodes:
         where = node.meta.get(PLACEMENT)
-        if node not in planner.rules or where is None or where.kind == "P" or node.meta[VAL].ndim != 3:
+        if node not in context.rules or where is None or where.kind == "P" or node.meta[VAL].ndim != 3:
             continue
         shape = program.sizes.shape(node.meta[VAL])
         if (
@@ -196,13 +196,13 @@ def test_more_ranks_than_heads_falls_back_and_says_so() -> None:
 def test_too_wide_a_graph_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a recurrence written as a loop: the plan is the exact one, or as cheap."""
     monkeypatch.setattr("megafx.planner.solver.LARGEST", 10)
-    program, planner = (
+    program, context = (
         real_sizes.program("nanogpt").copy(),
-        real_sizes.planner_of("nanogpt", T, sequence_parallel=False),
+        real_sizes.context_of("nanogpt", T, sequence_parallel=False),
     )
-    plan_sharding(program, planner)
+    plan_sharding(program, context)
     exact = real_sizes.planned("nanogpt", T, sequence_parallel=False)[1].solved
-    assert planner.solved.cost_us == pytest.approx(exact.cost_us, rel=1e-3)
+    assert context.solved.cost_us == pytest.approx(exact.cost_us, rel=1e-3)
     (note,) = [n.message for n in program.notes if n.topic == "plan"]
     assert note.startswith("too many values depend on one another for all plans to be compared: the one found")
 
@@ -212,61 +212,61 @@ def test_where_a_search_finds_nothing_the_line_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("megafx.planner.solver.search", lambda *_, **__: None)
     monkeypatch.setattr("megafx.planner.solver.SECONDS", 0.0)
     monkeypatch.setattr("megafx.planner.solver.PATIENCE", 0)
-    program, planner = (
+    program, context = (
         real_sizes.program("nanogpt").copy(),
-        real_sizes.planner_of("nanogpt", T, sequence_parallel=False),
+        real_sizes.context_of("nanogpt", T, sequence_parallel=False),
     )
     with pytest.raises(PlanError, match="no plan was found in") as error:
-        plan_sharding(program, planner)
+        plan_sharding(program, context)
     assert error.value.module and error.value.source
     assert f'eager_modules=["{error.value.module}"]' in str(error.value)
 
 
 def test_fixed_storage_is_kept() -> None:
-    program, planner = real_sizes.program("llama").copy(), real_sizes.planner_of("llama", T, sequence_parallel=False)
+    program, context = real_sizes.program("llama").copy(), real_sizes.context_of("llama", T, sequence_parallel=False)
     sharded = _plan("llama", False).params
     up, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-    planner.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
-    plan_sharding(program, planner)  # a weight cut on the hidden dim, which a norm keeps whole
-    assert planner.solved.params[up] == planner.fixed[up]
+    context.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
+    plan_sharding(program, context)  # a weight cut on the hidden dim, which a norm keeps whole
+    assert context.solved.params[up] == context.fixed[up]
     assert [n.message for n in program.notes if n.topic == "policy"] == [
         f"{WEIGHTS_STAY}: not so at {up}, where no plan would be left"
     ]
-    planner.fixed = {name: p for name, p in sharded.items() if "layers.0" in name}
-    plan_sharding(program, planner)
-    assert planner.solved.params == sharded
+    context.fixed = {name: p for name, p in sharded.items() if "layers.0" in name}
+    plan_sharding(program, context)
+    assert context.solved.params == sharded
 
 
 def test_where_every_policy_has_given_way_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megafx.planner.policy.YIELDING", ())
-    program, planner = real_sizes.program("llama").copy(), real_sizes.planner_of("llama", T, sequence_parallel=False)
-    planner.fixed = {"model.layers.0.mlp.up_proj.weight": S(1, Layout.contiguous(4096, T))}
+    program, context = real_sizes.program("llama").copy(), real_sizes.context_of("llama", T, sequence_parallel=False)
+    context.fixed = {"model.layers.0.mlp.up_proj.weight": S(1, Layout.contiguous(4096, T))}
     with pytest.raises(PlanError, match="no plan satisfies every policy and override: the conflict is among"):
-        plan_sharding(program, planner)
+        plan_sharding(program, context)
 
 
 def test_free_policy_is_never_dearer() -> None:
     for name in ("gpt2", "llama"):
-        _, planner = real_sizes.planned(name, T, sequence_parallel="auto", planner_policy="free")
-        assert planner.solved.cost_us <= _plan(name, "auto").cost_us * (1 + 1e-9)
-        assert not planner.solved.removals
+        _, context = real_sizes.planned(name, T, sequence_parallel="auto", planner_policy="free")
+        assert context.solved.cost_us <= _plan(name, "auto").cost_us * (1 + 1e-9)
+        assert not context.solved.removals
 
 
 def test_a_given_plan_is_applied_as_it_is() -> None:
     program = real_sizes.program("gpt2").copy()
-    planner = real_sizes.planner_of("gpt2", T, sequence_parallel=False)
+    context = real_sizes.context_of("gpt2", T, sequence_parallel=False)
     given = Plan.from_json(_plan("gpt2", True).to_json())  # another plan than this config would choose
-    planner.given = given
-    plan_sharding(program, planner)
-    assert planner.solved.diff(_plan("gpt2", True)) == ""
-    assert insert_transitions(program, planner) > 0
+    context.given = given
+    plan_sharding(program, context)
+    assert context.solved.diff(_plan("gpt2", True)) == ""
+    assert insert_transitions(program, context) > 0
     assert _transitions(program, of_parameters=False) == {"S->R": 5, "P->S": 5}
 
 
 def test_one_rank_communicates_nothing() -> None:
-    program, planner = real_sizes.planned("llama", 1, sequence_parallel=True, overrides={"lm_head": "colwise"})
-    assert insert_transitions(program, planner) == 0
-    assert set(planner.solved.params.values()) == {I}
+    program, context = real_sizes.planned("llama", 1, sequence_parallel=True, overrides={"lm_head": "colwise"})
+    assert insert_transitions(program, context) == 0
+    assert set(context.solved.params.values()) == {I}
 
 
 def test_removals_are_reported_with_reasons() -> None:

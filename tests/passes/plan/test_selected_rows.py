@@ -22,7 +22,7 @@ from megafx.errors import PlacementError, PlanError
 from megafx.ir.contracts import is_transition
 from megafx.ir.nodes import op_name
 from megafx.ir.program import Program
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 
 SLOW = pytest.mark.slow
 NAMES = tuple(moe.FORMS)
@@ -130,7 +130,7 @@ def test_means_are_over_the_rows_of_all_ranks(mesh: dict[str, int]) -> None:
 def test_types_find_each_lost_sum_and_rows_of_other_ranks() -> None:
     kept: list[Program] = []
 
-    def keep(program: Program, planner: Planner) -> int:
+    def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 

@@ -149,7 +149,7 @@ def test_a_fused_loss_is_priced_by_the_dtype_of_its_products() -> None:
     made = deep("nanogpt", 1)
     program, hardware = (
         made.program.copy(),
-        replace(made.planner.hardware, memory_bytes_per_second=1e30, kernel_seconds=0.0),
+        replace(made.context.hardware, memory_bytes_per_second=1e30, kernel_seconds=0.0),
     )
     (node,) = [n for n in program.graph.nodes if op_name(n) == "linear_cross_entropy_forward"]
     before = seconds(program, node, hardware, 1)
@@ -179,9 +179,9 @@ def test_a_long_chain_is_made_again_without_recursion() -> None:
 def least_seconds(made: Compiled, promise: int) -> float:
     """The least time in which values can be made again so that at most `promise` bytes are kept, by integer programming:
     each value is kept (k) or made (r), and what is made has its operands."""
-    program, planner = made.program.copy(), made.planner
+    program, context = made.program.copy(), made.context
     split_norms(program)
-    kept, may = Kept(program, lambda n: bool(n.meta.get(RECOMPUTE))), allowed(program, planner)
+    kept, may = Kept(program, lambda n: bool(n.meta.get(RECOMPUTE))), allowed(program, context)
     readers = {n: [r for r in found if in_backward(r) or r in kept.lazy] for n, found in kept.readers.items()}
     index: dict[Any, int] = {}
     todo = needed = [n for n, found in readers.items() if found and not in_backward(n)]
@@ -200,7 +200,7 @@ def least_seconds(made: Compiled, promise: int) -> float:
         )
         most[count + i] = free or already or may(whole(node))
         sizes[i] = bytes_of(program, node)
-        cost[count + i] = 0 if already else 1e6 * seconds(program, node, planner.hardware, planner.t)
+        cost[count + i] = 0 if already else 1e6 * seconds(program, node, context.hardware, context.t)
         for operand in when_repeated(node):
             if operand in index:
                 rows.append({index[operand]: 1, count + index[operand]: 1, count + i: -1})
@@ -259,7 +259,7 @@ def spoiled(made: Compiled, change: Any) -> list[str]:
             program.partition = parts
             return program
 
-    return differing(run_ranks(Spoiled(program, made.planner), values), plain("nanogpt", 1, False)[1])
+    return differing(run_ranks(Spoiled(program, made.context), values), plain("nanogpt", 1, False)[1])
 
 
 def test_another_counter_of_one_dropout_changes_gradients() -> None:

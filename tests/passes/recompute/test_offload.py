@@ -46,11 +46,11 @@ def run(made: Compiled) -> Logical:
 def chosen(made: Compiled, **options: Any) -> Compiled:
     """The same with what is offloaded under these options."""
     hardware = options.pop("hardware", {})
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    planner.hardware = replace(planner.hardware, **hardware)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
+    program, context = made.program.copy(), copy.copy(made.context)
+    context.config = context.config.replace(**options)
+    context.hardware = replace(context.hardware, **hardware)
+    choose_kept(program, context)
+    return Compiled(program, context)
 
 
 def outcome(made: Compiled) -> Recomputed:
@@ -60,8 +60,8 @@ def outcome(made: Compiled) -> Recomputed:
 
 def parts(made: Compiled) -> Partition:
     program = made.program.copy()
-    partition(program, made.planner)
-    schedule_offload(program, made.planner)
+    partition(program, made.context)
+    schedule_offload(program, made.context)
     assert program.partition is not None
     return program.partition
 
@@ -171,8 +171,8 @@ def test_a_budget_offloads_what_hides_and_makes_the_rest_again() -> None:
 def test_no_copy_that_a_budget_chose_is_waited_for(part: float) -> None:
     """On a link that carries all that is kept in `1 / part` of forward's time, by the prices and the schedule of the graph."""
     made, _ = plain(1)
-    program, planner = made.program, made.planner
-    time = lambda node: seconds(program, node, planner.hardware, 1)
+    program, context = made.program, made.context
+    time = lambda node: seconds(program, node, context.hardware, 1)
     forward = sum(time(n) for n in program.graph.nodes if not in_backward(n))
     rate = outcome(chosen(made, activation_memory_budget=1.0)).without / forward * part
     hardware = {"host_bytes_per_second": rate}
@@ -278,4 +278,4 @@ def test_a_number_that_is_brought_back_takes_no_time() -> None:
     with program.graph.inserting_after(number):
         node = program.graph.call_function(RELOAD, (number, False))
     node.meta[VAL] = number.meta[VAL]
-    assert seconds(program, node, made.planner.hardware, 1) == 0.0
+    assert seconds(program, node, made.context.hardware, 1) == 0.0

@@ -17,9 +17,9 @@ from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem, plan_sharding
-from megafx.planner.context import Planner
+from megafx.planner.context import CompileContext
 from megafx.planner.problem import Problem
-from megafx.testing import make_planner
+from megafx.testing import make_context
 
 LAYERS = 2
 
@@ -113,14 +113,14 @@ def program(name: str, layers: int = LAYERS) -> Program:
     return _canonical(name, layers)
 
 
-def planner_of(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planner:
+def context_of(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> CompileContext:
     settings = Config(seq_length=SEQUENCE[name], micro_batch_size=1, **config)
-    return make_planner(t, settings, hardware=hardware)
+    return make_context(t, settings, hardware=hardware)
 
 
-def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planner]:
-    """(program, its planner after plan_sharding)."""
-    question = planner_of(name, t, **config)
+def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, CompileContext]:
+    """(program, its context after plan_sharding)."""
+    question = context_of(name, t, **config)
     copy = program(name, layers).copy()
     plan_sharding(copy, question)
     return copy, question
@@ -128,6 +128,6 @@ def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple
 
 def problem(name: str, t: int, layers: int = LAYERS, **config: Any) -> Problem:
     """The planning problem of a model, as `plan_sharding` makes it."""
-    copy, question = program(name, layers).copy(), planner_of(name, t, **config)
+    copy, question = program(name, layers).copy(), context_of(name, t, **config)
     active, order = ask(copy, question)
     return make_problem(copy, question, active, order)[0]
