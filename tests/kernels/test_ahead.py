@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,11 +29,12 @@ from megafx.compiler import executable
 from megafx.ir.program import VAL
 from megafx.kernels.attention import attention_reference
 from megafx.kernels.common import ahead
-from megafx.kernels.common.ahead import compile_ahead, compiles_here, foresee
+from megafx.kernels.common.ahead import apart, compile_ahead, compiles_here, foresee
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.placements.types import Layout
 
 pytest.importorskip("triton")
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 
@@ -220,3 +227,46 @@ def test_plans_compile_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     megafx.predict_memory(model, two, example_inputs=x)
     with pytest.raises(AssertionError):
         megafx.parallelize(model, two.replace(tensor_model_parallel_size=1), example_inputs=x)
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher_of_a_test", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher_of_a_test(void) { return PyModule_Create(&module); }
+"""
+
+
+def load_as_triton(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_launchers_of_one_name_are_kept_apart(tmp_path: Path) -> None:
+    (tmp_path / "launcher.c").write_text(LAUNCHER)
+    paths = [str(tmp_path / f"{number}.so") for number in (1, 2)]
+    for number, path in enumerate(paths):
+        command = ["cc", "-shared", "-fPIC", f"-DNUMBER={number}", f"-I{sysconfig.get_paths()['include']}"]
+        subprocess.run([*command, str(tmp_path / "launcher.c"), "-o", path], check=True)
+
+    def after_another_load(load: Any) -> int:
+        load("launcher_of_a_test", paths[0])
+        second = load("launcher_of_a_test", paths[1])
+        load("launcher_of_a_test", paths[0])  # by another thread, before this one reads
+        return int(second.launch())
+
+    assert after_another_load(load_as_triton) == 0  # what this is about: the first one's launcher
+    assert after_another_load(apart(load_as_triton)) == 1
+
+
+def test_triton_loads_by_it_before_threads_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_load_module_from_path", load_as_triton, raising=False)
+    ahead._keep_launchers_apart()
+    once = build._load_module_from_path
+    ahead._keep_launchers_apart()
+    assert once is not load_as_triton and build._load_module_from_path is once

@@ -14,9 +14,10 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import sympy
@@ -35,7 +36,7 @@ MOST_THREADS = 8
 TURN = 0.0005
 logger = logging.getLogger("megafx")
 _local = threading.local()
-_lock = threading.Lock()
+_lock, _loading = threading.Lock(), threading.Lock()
 _jobs: set[Future[None]] = set()  # that run or wait
 _turn_before = 0.0
 _ready: list[Future[None]] = []
@@ -103,6 +104,7 @@ def _start(launches: Sequence[Foreseen], threads: int) -> list[Future[None]]:
     global _turn_before
     if not launches:
         return []
+    _keep_launchers_apart()
     executor = ThreadPoolExecutor(threads, "megafx compiles")
     with _lock:
         if not _jobs:
@@ -114,6 +116,32 @@ def _start(launches: Sequence[Foreseen], threads: int) -> list[Future[None]]:
         job.add_done_callback(_ended)
     executor.shutdown(wait=False)
     return jobs
+
+
+def _keep_launchers_apart() -> None:
+    """Triton up to 3.6 compiles a launcher in C for each signature, and loads it by this function of its own."""
+    from triton.runtime import build
+
+    load = getattr(build, "_load_module_from_path", None)
+    if load is not None and not hasattr(load, "apart"):
+        build._load_module_from_path = apart(load)
+
+
+def apart(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
+    """`load` of C modules that share one name, for several threads: each gets a module that no other load changes.
+
+    Where a path was loaded before, Python fills the module that has the name by now, which another thread may have received and
+    not yet read: that one would launch its kernel with the arguments of another one.
+    """
+
+    def loaded(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
+        with _loading:
+            own.__dict__.update(load(name, path).__dict__)
+        return own
+
+    loaded.apart = True  # type: ignore[attr-defined]  # mypy has none of functions
+    return loaded
 
 
 def _ended(job: Future[None]) -> None:
