@@ -8,17 +8,37 @@ outputs the user differentiates, and which of their inputs modules that stay eag
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
-from megafx.ir.program import VAL, Program, Reached, Source, differentiable_outputs, is_floating
+from megafx.ir.nodes import RESHAPES
+from megafx.ir.program import (
+    VAL,
+    Input,
+    Program,
+    Reached,
+    Source,
+    differentiable_nodes,
+    differentiable_outputs,
+    is_floating,
+)
 
 aten = torch.ops.aten
+# Whose backward needs no value: it may run twice. (A number that multiplies is saved.)
+_SAVES_NOTHING = frozenset(
+    ["add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "alias", "_to_copy", "constant_pad_nd"]
+)
+_SAVES_NOTHING |= frozenset(
+    ["slice", "select", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "split", "split_with_sizes"]
+)
 
 
-def find_reached(program: Program) -> Reached | None:
-    """None where all inputs reach the one output, and no module stays eager. program: CANONICAL.
+def find_reached(program: Program, wants_grad: Callable[[Input], bool] | None = None) -> Reached | None:
+    """None where all inputs reach the one output, and no module stays eager. program: CANONICAL. wants_grad: input -> whether
+    its gradient is wanted.
 
     A gradient ends at detach, and at values that are no floating numbers.
     """
@@ -29,9 +49,17 @@ def find_reached(program: Program) -> Reached | None:
     for i in outputs:
         found[results[i]] = found.get(results[i], 0) | bits.setdefault(program.outputs[i].name, 1 << len(bits))
     of_results: dict[str, list[int]] = {}
+    trained, shared = differentiable_nodes(program, wants_grad), dict[str, int]()
     for node in reversed(list(program.graph.nodes)):
         if node.op == "output":
             continue
+        if node in trained and _saves(node):
+            mask = found.get(node, 0)
+            for user in node.users if node.target is torch.ops.megafx.eager_call.default else ():
+                mask |= found.get(user, 0)
+            for name in (program.outputs[i].name for i in outputs):
+                if mask & bits[name]:
+                    shared[name] = shared.get(name, 0) | mask
         if node.target is torch.ops.megafx.eager_call.default:
             tensors = node.args[0]
             key = node.args[4]
@@ -61,4 +89,12 @@ def find_reached(program: Program) -> Reached | None:
         name, mask = program.outputs[i].name, found[results[i]]
         if users := tuple(s for s, bit in others.items() if s != name and mask & bit):
             read[name] = users
-    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()}, read)
+    sharing = {name: tuple(s for s in named(mask) if isinstance(s, str)) for name, mask in shared.items()}
+    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()}, read, sharing)
+
+
+def _saves(node: fx.Node) -> bool:
+    """True if autograd keeps a value for the backward of what a node computes."""
+    if node.op != "call_function" or node.target in (operator.getitem, aten.detach.default) or node.target in RESHAPES:
+        return False
+    return getattr(node.target, "_opname", "") not in _SAVES_NOTHING

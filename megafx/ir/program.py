@@ -191,6 +191,8 @@ class Reached:
     results: Mapping[str, tuple[tuple[Source, ...], ...]]
     # name of an output -> the others that depend on it
     outputs: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    # name of an output -> those (it may be one) whose backward frees in eager mode what its own needs
+    sharing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

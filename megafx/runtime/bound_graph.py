@@ -46,6 +46,7 @@ from megafx.runtime.hooks_on_outputs import Arrived, Waiting, above_others, call
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
+from megafx.runtime.separate_outputs import SeparateOutputs, sharing_of
 from megafx.runtime.shard_gradients import as_shard, layout_of, local_part
 from megafx.runtime.written_arguments import written_arguments
 
@@ -173,6 +174,7 @@ class BoundGraph:
         users = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs)}
         # Those on which most depend come last: users of an output have fewer users than it has.
         self.siblings = dict(sorted(((i, x) for i, x in users.items() if x[1]), key=lambda item: len(item[1][1])))
+        self.sharing = sharing_of({i: self.outputs[i].name for i in self.connected}, self.reached.sharing)
         self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
         self.given = [k for k in self.conditional if compiled.wrt[k] not in self.slot_of]  # inputs of the user
 
@@ -260,6 +262,7 @@ class BoundGraph:
             outputs, step.outputs = step.outputs, []
             for index, output in zip(self.connected, results, strict=True):
                 outputs[index] = output
+            step.separate.watch(outputs, self.siblings)
             if self.siblings:
                 above_others(outputs, self, step)
         else:
@@ -541,6 +544,7 @@ class _Step:
         self.run = graph.running()
         self.tangents: list[Any] = []
         self.watched, self.arrived = list[Waiting](), Arrived(self)  # outputs that other outputs depend on
+        self.separate = SeparateOutputs(graph.sharing)
 
     def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs that autograd knows of."""
@@ -562,13 +566,13 @@ class _Step:
         """Gradients of `wrt`. edges: where autograd sends each; layouts: of those that are shards."""
         graph = self.graph
         tangents = self.arrived.tangents(graph.connected, tangents, edges)
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         if all(x is None for x in tangents) and not graph.tapes:  # by way of what makes nothing of it
             return [None] * len(layouts)
         own = len(graph.compiled.differentiated)
         beside = any(x is not None for x in tangents[own:]) and not in_eager
         given = {i: x for i, x in zip(graph.connected, tangents, strict=True) if x is not None}
+        retain = self.separate.begins(given, torch._C._autograd._get_current_graph_task_keep_graph())
         hooked = called_for(self.watched, given, self.arrived)
         if (beside or in_eager or hooked) and call is None:
             raise freed()

@@ -75,7 +75,7 @@ VALUES: tuple[Step, ...] = (
 def canonicalize(program: Program, context: CompileContext) -> int:
     """Rewrite the program in place; return the number of rewrites."""
     changes = canonicalize_program(program)
-    program.reached = find_reached(program)
+    program.reached = find_reached(program, context.wants_grad)
     return changes
 
 
