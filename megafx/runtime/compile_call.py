@@ -13,7 +13,7 @@ from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.compiler.runner import Runner
 from megafx.compiler.stages import runner_of
 from megafx.debugging import current
-from megafx.errors import UsageError
+from megafx.errors import CaptureError, UsageError
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.kernels.common.ahead import get_ready
@@ -61,16 +61,27 @@ class Planned:
 
 
 def settle(
-    call: Call, capture: Capture, context: CompileContext, settled: Settled, situation: Situation | None = None
+    call: Call,
+    capture: Capture,
+    context: CompileContext,
+    settled: Settled,
+    is_training: bool,
+    situation: Situation | None = None,
 ) -> Planned | None:
-    """Plan the training form of a call; None where there was a plan already, or one on disk (situation)."""
+    """Plan the training form of a call; None where there was a plan already, or one on disk (situation). A call of an
+    evaluation is planned as it is where the model does not train on such arguments."""
     if settled.plan is not None:
         return None
     if situation is not None and (found := situation.read()) is not None:
         settled.plan = found.plan
         return None
     with watching(None if situation is None else situation.environment):
-        program = capture(True)
+        try:
+            program = capture(True)
+        except CaptureError:
+            if is_training:
+                raise
+            program = capture(False)
         get_ready(program.graph)
         inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
         context = replace(context, wants_grad=in_training(inputs))
@@ -95,7 +106,7 @@ def compile_call(
     """
     plans = settled.plan is None
     if plans and not is_training:
-        settle(call, capture, context, settled, None if situation is None else situation.plan())
+        settle(call, capture, context, settled, False, None if situation is None else situation.plan())
     if situation is not None and (found := situation.read()) is not None:
         return _found(found, call, capture, context, settled)
     with watching(None if situation is None else situation.environment):
@@ -145,7 +156,7 @@ def _made(
     call: Call, is_training: bool, capture: Capture, context: CompileContext, settled: Settled
 ) -> tuple[CompiledCall, Compiled, str]:
     """(the graph of a call, its program, digest of the code that was captured, where another form of it may be needed)."""
-    planned = settle(call, capture, context, settled)
+    planned = settle(call, capture, context, settled, is_training)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
     general = replace(context, fixed=stored | _shards(call), fixed_experts=settled.plan.experts)

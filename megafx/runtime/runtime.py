@@ -196,7 +196,7 @@ class Runtime:
         situation = self._situation("plan", call, context, ())
         with self._capturing(True):
             planned = settle(
-                call, lambda _: self._capture(call, frozenset(), training=True), context, self.settled, situation
+                call, lambda _: self._capture(call, frozenset(), training=True), context, self.settled, True, situation
             )
         self._tell(situation)
         assert self.settled.plan is not None

@@ -28,7 +28,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6), torch.randn(4)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141")
+@situation("https://github.com/pytorch/rl/issues/1187")
 def an_actor_and_a_critic_are_differentiated_one_after_another(loop: Loop) -> None:
     model = loop.model(Towers())
     optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in (model.actor, model.critic)]
@@ -43,7 +43,7 @@ def an_actor_and_a_critic_are_differentiated_one_after_another(loop: Loop) -> No
             optimizer.step()
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141")
+@situation("https://github.com/pytorch/rl/issues/1187")
 def gradients_of_one_head_and_then_a_backward_of_the_other(loop: Loop) -> None:
     """`autograd.grad` of one, then `.backward()` of the other; what was walked is not there again."""
     model = loop.model(Towers())
@@ -57,7 +57,7 @@ def gradients_of_one_head_and_then_a_backward_of_the_other(loop: Loop) -> None:
         model.zero_grad()
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141")
+@situation("https://github.com/pytorch/rl/issues/1187")
 def two_losses_behind_a_trained_trunk_want_retain_graph(loop: Loop) -> None:
     model = loop.model(Towers(train_trunk=True))
     actor, critic, _ = model(*batch())
@@ -69,7 +69,7 @@ def two_losses_behind_a_trained_trunk_want_retain_graph(loop: Loop) -> None:
     loop.see(refused=_refused(critic))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141")
+@situation("https://github.com/pytorch/rl/issues/1187")
 def losses_that_share_sums_alone(loop: Loop) -> None:
     """A shift that is added to the input of both: its backward needs no value."""
 
@@ -92,7 +92,7 @@ def losses_that_share_sums_alone(loop: Loop) -> None:
         loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141", ranks=(1,))
+@situation("https://github.com/pytorch/rl/issues/1187", ranks=(1,))
 def what_one_loss_keeps_goes_with_the_other(loop: Loop) -> None:
     import weakref
 
@@ -111,7 +111,7 @@ def what_one_loss_keeps_goes_with_the_other(loop: Loop) -> None:
     loop.see(left=sum(x() is not None for x in kept))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/39141")
+@situation("https://github.com/pytorch/rl/issues/1187")
 def one_of_two_losses_comes_of_code_that_stays_eager(loop: Loop) -> None:
     class Decides(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
