@@ -31,6 +31,7 @@ from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import argument, draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program, tensors_of
+from megafx.ops.axes import DrawAxis
 from megafx.placements.data_axis import BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
@@ -370,13 +371,14 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _declared(checker: _Checker, node: fx.Node) -> Placement:
     """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
-    if given.axis.rpartition("+")[2] != checker.axis and checker.axis != BATCH_AXIS:
+    axis, of_batch = DrawAxis.parse(given.axis)
+    if checker.axis not in (axis, BATCH_AXIS):
         return R  # it is cut on another axis
     if checker.axis == BATCH_AXIS:
         shape = checker.program.sizes.shape(node.all_input_nodes[0].meta[VAL])
         dim = next(d for d, n in enumerate((*shape, 0)) if n != 1)
         cut = Layout.contiguous(checker.t * shape[dim], checker.t) if dim < len(shape) else None
-        return S(dim, cut) if cut is not None and given.axis.startswith(f"{checker.axis}+") else R
+        return S(dim, cut) if cut is not None and of_batch else R
     dim, flat = int(given.shard_dim), given.layout
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 

@@ -30,7 +30,7 @@ from megafx.ir.contracts import is_transition
 from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import CASTS, COPIES, argument, behind, draw_of, is_draw, op_name, set_arguments
 from megafx.ir.program import HELD, PLACEMENT, VAL, Batch, Builder, Phase, Program
-from megafx.ops.axes import with_axis
+from megafx.ops.axes import DrawAxis
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
@@ -163,7 +163,7 @@ def _name_axis_of_draws(program: Program, axis: str) -> None:
     for node in filter(is_draw, program.graph.nodes):
         drop = draw_of(node)
         if drop.shard_dim < 0:
-            set_arguments(node, axis=with_axis(drop.axis, axis))
+            set_arguments(node, axis=str(DrawAxis.parse(drop.axis)._replace(axis=axis)))
 
 
 def _count_queries(program: Program) -> None:

@@ -25,7 +25,7 @@ from megafx.distributed.tensor import TPTensor
 from megafx.distributed.tensor_layout import placement_of
 from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import Nested, Owned, Placement
+from megafx.placements.types import Placement, local_shape
 
 
 @cache
@@ -119,7 +119,7 @@ def by_owners(
     me, ranks, count = dist.get_rank(group), dist.get_world_size(group), len(shards)
     owners = owners_of(tuple(tuple(shape) for shape in shapes), ranks)
     cut = [placement.is_shard for placement in placements]
-    sizes = [[_local_shape(placements[i], shapes[i], r, ranks) for r in range(ranks)] for i in range(count)]
+    sizes = [[local_shape(shapes[i], placements[i], r, ranks) for r in range(ranks)] for i in range(count)]
     own = [i for i in range(count) if owners[i] == me]
 
     # to the owners: each rank's shard of what is cut
@@ -140,15 +140,6 @@ def by_owners(
     parts = _exchange(sent, wanted, shards[0].device, group)
     rows = [iter(part) for part in parts]
     return [next(rows[owners[i]]) for i in range(count)]
-
-
-def _local_shape(placement: Placement, shape: Sequence[int], rank: int, ranks: int) -> list[int]:
-    if isinstance(placement, (Nested, Owned)):
-        return placement.local_shape(shape, rank)
-    local = [*shape]
-    if placement.is_shard:
-        local[placement.dim] = placement.cut.local_size(ranks)
-    return local
 
 
 def _exchange(

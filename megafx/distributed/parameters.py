@@ -26,7 +26,7 @@ from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
 from megafx.placements.tensors import shard_tensor
-from megafx.placements.types import I, Nested, Placement, experts_held, nested
+from megafx.placements.types import I, Placement, experts_held, nested
 
 
 @dataclass(frozen=True)
@@ -260,12 +260,8 @@ def shard_over_data(model: nn.Module, meshes: Meshes, experts: Mapping[str, int]
 
 def _cuts(placement: Placement, tensor: Placement, rank: int, ranks: int) -> list[tuple[Placement, int, int]]:
     """How what a rank holds at `tensor` becomes what it holds at `placement`: (placement, rank, ranks) of each cut."""
-    if placement == tensor:
-        return []
-    if not isinstance(placement, Nested):
-        return [(placement, rank, ranks)]
-    outer = _cuts(placement.tensor, tensor, rank % placement.t, placement.t)
-    return [*outer, (placement.inner, rank // placement.t, placement.ranks)]
+    cuts = [*placement.on_axes(rank, ranks)]
+    return cuts[cuts[0][0] == tensor :]
 
 
 def _cut(param: TPTensor, spec: DTensorSpec, cuts: Iterable[tuple[Placement, int, int]]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from megafx.errors import UsageError
 from megafx.placements.slices import shard_slices
 from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import Layout, Nested, Owned, Placement, S
+from megafx.placements.types import Layout, Nested, Owned, Placement, S, local_shape
 
 new_shard: Any = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 
@@ -70,12 +70,12 @@ def gather_shards(local: Tensor, placement: Placement, group: dist.ProcessGroup 
         whole = local.clone() if local.shape[0] else local.new_empty([placement.cut.size, *local.shape[1:]])
         dist.broadcast(whole, group_src=placement.owner, group=group)
         return whole
-    if isinstance(placement, Nested) and placement.owner >= 0:
-        shape = [placement.rows, *local.shape[1:]]
-        parts = [local.clone() if local.shape[0] else local.new_empty(shape) for _ in range(placement.t)]
+    if isinstance(placement, Nested) and isinstance(held := placement.cuts[-1][0], Owned):
+        (cut, t), shape = placement.cuts[0], [held.cut.size, *local.shape[1:]]
+        parts = [local.clone() if local.shape[0] else local.new_empty(shape) for _ in range(t)]
         for k, part in enumerate(parts):
-            dist.broadcast(part, group_src=placement.owner * placement.t + k, group=group)
-        return unshard_tensors(parts, placement.tensor, placement.t)
+            dist.broadcast(part, group_src=held.owner * t + k, group=group)
+        return unshard_tensors(parts, cut, t)
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, local, group=group)
     return unshard_tensors(shards, placement, len(shards))
@@ -186,8 +186,9 @@ def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
 @cache
 def _nested_padding(mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device) -> Tensor | None:
     """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
-    mask = torch.ones(placement.local_shape(shape, mesh.get_local_rank()), dtype=torch.bool)
-    for box in shard_slices(shape, placement, mesh.get_local_rank(), mesh.size()):
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    mask = torch.ones(local_shape(shape, placement, rank, ranks), dtype=torch.bool)
+    for box in shard_slices(shape, placement, rank, ranks):
         mask[box.local] = False
     return mask.to(device) if bool(mask.any()) else None
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafx.errors import UsageError
 from megafx.placements.data_axis import BATCH_AXIS, JOINED
@@ -95,19 +95,24 @@ def microbatch(index: int, count: int) -> Iterator[None]:
 _microbatch: list[tuple[int, int]] = []
 
 
-def with_batch(axis: str) -> str:
-    """The axis of a draw, for rows that are one rank's part of the batch."""
-    return axis if axis.startswith(f"{BATCH_AXIS}+") else f"{BATCH_AXIS}+{axis}"
+class DrawAxis(NamedTuple):
+    """The ranks that draw parts of one mask. An op's argument is the text: 'tp', or 'dp+tp' for rows of the batch."""
 
+    axis: str
+    of_batch: bool = False  # the rows that are drawn are one part of the batch
 
-def with_axis(given: str, axis: str) -> str:
-    """The axis of a draw on another tensor-parallel axis, for the same rows."""
-    return with_batch(axis) if given.startswith(f"{BATCH_AXIS}+") else axis
+    @classmethod
+    def parse(cls, text: str) -> DrawAxis:
+        batch, _, axis = text.rpartition("+")
+        return cls(axis, batch == BATCH_AXIS)
+
+    def __str__(self) -> str:
+        return f"{BATCH_AXIS}+{self.axis}" if self.of_batch else self.axis
 
 
 def batch_rank(axis: str) -> int:
     """Which part of the batch a draw on this axis is for."""
-    if not axis.startswith(f"{BATCH_AXIS}+"):
+    if not DrawAxis.parse(axis).of_batch:
         return 0
     if not _microbatch:
         return axis_context(BATCH_AXIS).rank
@@ -118,14 +123,13 @@ def batch_rank(axis: str) -> int:
 
 def place_on(axis: str) -> tuple[int, ...] | None:
     """(rank, size, part of the batch) on the axis of a draw; None outside of `on_mesh`."""
-    plain = axis.rpartition("+")[2]
-    context = _entered[-1].get(plain) if _entered else None
+    context = _entered[-1].get(DrawAxis.parse(axis).axis) if _entered else None
     return None if context is None else (context.rank, context.size, batch_rank(axis))
 
 
 def axis_rank(axis: str) -> int:
-    return axis_context(axis.rpartition("+")[2]).rank
+    return axis_context(DrawAxis.parse(axis).axis).rank
 
 
 def axis_size(axis: str) -> int:
-    return axis_context(axis.rpartition("+")[2]).size
+    return axis_context(DrawAxis.parse(axis).axis).size

@@ -23,8 +23,7 @@ from megafx.errors import ConfigError
 from megafx.placements.types import Layout
 
 # The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
-# and those that share a copy together with their tensor-parallel ranks. JOINED: what some are made of. An op that draws for
-# rows of the batch names its axis as 'dp+tp'.
+# and those that share a copy together with their tensor-parallel ranks. JOINED: what some are made of.
 TENSOR_AXIS, CONTEXT_AXIS = "tp", "cp"
 PIPELINE_AXIS = "pp"
 MICRO_AXIS = "micro"  # micro-batches of a pipeline, which are computed one after the other

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add, sub
 
-from megafx.placements.types import Nested, Owned, Placement
+from megafx.placements.types import Nested, Owned, Placement, local_shape
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,20 @@ def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) 
 
 
 def _nested_slices(shape: Sequence[int], placement: Nested, rank: int) -> list[ShardSlice]:
-    """The boxes of a tensor-parallel rank's shard, as far as they lie in this rank's rows of it."""
-    if placement.owner >= 0:
-        own = rank // placement.t == placement.owner
-        return shard_slices(shape, placement.tensor, rank % placement.t, placement.t) if own else []
-    per_rank = placement.inner.cut.local_size(placement.ranks)
-    first = rank // placement.t * per_rank
-    found = []
-    for box in shard_slices(shape, placement.tensor, rank % placement.t, placement.t):
-        start, end = max(box.local_offsets[0], first), min(box.local_offsets[0] + box.sizes[0], first + per_rank)
-        if start < end:
-            offset = box.offsets[0] + start - box.local_offsets[0]
-            offsets, local = (offset, *box.offsets[1:]), (start - first, *box.local_offsets[1:])
-            found.append(ShardSlice(offsets, local, (end - start, *box.sizes[1:])))
+    """The boxes of what the inner axes leave, as far as they lie in this rank's rows of it."""
+    zeros = (0,) * len(shape)
+    found, left = [ShardSlice(zeros, zeros, tuple(shape))], [*shape]
+    for cut in placement.on_axes(rank, 0):
+        own = shard_slices(left, *cut)
+        found = [part for box in found for of in own if (part := _common(box, of)).sizes[0] > 0]
+        left = local_shape(left, *cut)
     return found
+
+
+def _common(box: ShardSlice, of: ShardSlice) -> ShardSlice:
+    """What a box of the original tensor has in common with one of the local tensor: in the local tensor of that."""
+    starts = [*map(max, box.local_offsets, of.offsets)]
+    ends = map(min, map(add, box.local_offsets, box.sizes), map(add, of.offsets, of.sizes))
+    offsets = (a + s - b for a, s, b in zip(box.offsets, starts, box.local_offsets, strict=True))
+    local = (a + s - b for a, s, b in zip(of.local_offsets, starts, of.offsets, strict=True))
+    return ShardSlice(tuple(offsets), tuple(local), tuple(map(sub, ends, starts)))

@@ -20,8 +20,9 @@ from megafx.placements.types import Nested, Owned, Placement
 def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
     """The local tensor of `rank`: a slice for S, the value itself for I, R, M and its owner, the value on rank 0 for P."""
     if isinstance(placement, Nested):
-        shard = shard_tensor(full, placement.tensor, rank % placement.t, placement.t)
-        return shard_tensor(shard, placement.inner, rank // placement.t, placement.ranks)
+        for cut in placement.on_axes(rank, t):
+            full = shard_tensor(full, *cut)
+        return full
     if placement.kind in ("I", "R", "M") or t == 1:
         return full
     if placement.kind == "P":
@@ -30,7 +31,7 @@ def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tenso
     if full.shape[dim] != layout.size:
         raise PlacementError(f"dim {dim} of {tuple(full.shape)} cannot be cut as {placement}: it must be {layout.size}")
     if isinstance(placement, Owned):
-        return full if rank == placement.owner else full.new_zeros(placement.local_shape(full.shape, rank))
+        return full if rank == placement.owner else full.new_zeros((0, *full.shape[1:]))
     local_shape = [*full.shape]
     local_shape[dim] = layout.local_size(t)
     local = full.new_zeros(local_shape)
@@ -45,9 +46,10 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
     if len(locals_) != t:
         raise PlacementError(f"{len(locals_)} local tensors for {t} ranks")
     if isinstance(placement, Nested):
-        columns = [locals_[k :: placement.t] for k in range(placement.t)]
-        shards = [unshard_tensors(c, placement.inner, placement.ranks) for c in columns]
-        return unshard_tensors(shards, placement.tensor, placement.t)
+        for cut, size in reversed(placement.cuts):
+            inner = len(locals_) // size
+            locals_ = [unshard_tensors(locals_[k::inner], cut, size) for k in range(inner)]
+        return locals_[0]
     if placement.kind in ("I", "R") or t == 1:
         return locals_[0]
     if placement.kind == "P":

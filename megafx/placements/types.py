@@ -8,7 +8,7 @@
 
 Two kinds of shards are for parameters only:
 
-    Nested     a shard of a shard: tensor-parallel ranks (or those that share out experts, or both) cut the parameter,
+    Nested     a shard on several axes: tensor-parallel ranks (or those that share out experts, or both) cut the parameter,
                data-parallel ranks cut each shard's rows again
     Owned      a shard whose part on one rank, the owner, is the whole: a parameter of an expert that only this rank holds
 
@@ -205,6 +205,10 @@ class Placement:
             raise ValueError(f"'{tag}' is no placement: expected I, R, P, M or S<dim>")
         return S(int(tag[1:]), Layout.from_flat(flat))
 
+    def on_axes(self, rank: int, ranks: int) -> Iterator[tuple[Placement, int, int]]:
+        """(placement, rank on the axis, ranks of it) for each axis that cuts the tensor, innermost first."""
+        yield self, rank, ranks
+
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
@@ -279,39 +283,31 @@ def payload(collective: str, numel: int, t: int) -> int:
     return {ALL_REDUCE: 2 * share, ALL_TO_ALL: math.ceil(share / t)}.get(collective, share)
 
 
-# -- parameters that are cut twice, or held by one rank
+# -- parameters that several axes cut, or that one rank holds
 
 
 @dataclass(frozen=True)
 class Nested(Placement):
-    """Build with `nested`. Rank r of ranks * t holds those rows of tensor-parallel rank r % t's shard that are data-parallel
-    rank r // t's, padded so that every rank has as many."""
+    """One placement for each axis that cuts a parameter, innermost first. Build with `nested` or `experts_held`.
 
-    tensor: Placement = I  # the cut over t ranks
-    t: int = 1
-    ranks: int = 1  # how many cut each shard again
-    rows: int = 0  # of one shard's dim 0
-    owner: int = -1  # the data-parallel rank that has all of them, where one has; the others have no rows
+    cuts: (placement, ranks) of each axis. The first is of the parameter, each further one of dim 0 of what ranks hold by those
+    before. Ranks of the first axis are neighbours.
+    """
 
-    @property
-    def inner(self) -> Placement:
-        """How data-parallel ranks cut the tensor-parallel shard."""
-        return owned(self.rows, self.owner) if self.owner >= 0 else S(0, Layout.contiguous(self.rows, self.ranks))
+    cuts: tuple[tuple[Placement, int], ...] = ()
 
-    def local_shape(self, shape: Sequence[int], rank: int) -> list[int]:
-        """What `rank` holds of a parameter of logical `shape`."""
-        local = self.tensor.local_shape(shape, rank % self.t) if isinstance(self.tensor, Nested) else [*shape]
-        if not isinstance(self.tensor, Nested):
-            local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
-        if isinstance(self.inner, Owned):
-            return self.inner.local_shape(local, rank // self.t)
-        local[0] = self.inner.cut.local_size(self.ranks)
-        return local
+    def on_axes(self, rank: int, ranks: int) -> Iterator[tuple[Placement, int, int]]:
+        for placement, size in self.cuts:
+            yield placement, rank % size, size
+            rank //= size
 
     def __str__(self) -> str:
-        if self.owner >= 0:
-            return f"{self.tensor} of {self.t} ranks, held by those of rank {self.owner}"
-        return f"{self.tensor} of {self.t} ranks, its rows cut over {self.ranks}"
+        (first, ranks), *others = self.cuts
+        text = str(first)
+        for cut, size in others:
+            held = f"held by those of rank {cut.owner}" if isinstance(cut, Owned) else f"its rows cut over {size}"
+            text, ranks = f"{text} of {ranks} ranks, {held}", ranks * size
+        return text
 
     __repr__ = __str__
 
@@ -325,8 +321,7 @@ def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Place
         return I
     if not tensor.is_shard or t == 1:
         return S(0, Layout.contiguous(shape[0], ranks * t))
-    rows = tensor.cut.local_size(t) if tensor.dim == 0 else shape[0]
-    return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
+    return experts_held(tensor, shape, t, ranks)
 
 
 def experts_held(
@@ -339,16 +334,12 @@ def experts_held(
     expert, the rank that has this expert.
     """
     cut = tensor.is_shard and t > 1
-    if owner >= 0:
-        rows = tensor.cut.local_size(t) if cut and tensor.dim == 0 else shape[0]
-        return (
-            Nested("S", 0, Layout(1, (Block(1, rows),)), tensor, t, ranks, rows, owner) if cut else owned(rows, owner)
-        )
-    held = nested(tensor, shape, t, ranks) if cut else S(0, Layout.contiguous(shape[0], ranks))
-    if same == 1:
-        return held
-    rows = held.inner.cut.local_size(ranks) if isinstance(held, Nested) else held.cut.local_size(ranks)
-    return Nested("S", 0, Layout.contiguous(rows, same), held, ranks * (t if cut else 1), same, rows)
+    rows = tensor.cut.local_size(t) if cut and tensor.dim == 0 else shape[0]
+    held = S(0, Layout.contiguous(rows, ranks)) if owner < 0 else owned(rows, owner)
+    cuts = [(tensor, t), (held, ranks)] if cut else [(held, ranks)]
+    if same > 1 and owner < 0:
+        cuts.append((S(0, Layout.contiguous(held.cut.local_size(ranks), same)), same))
+    return held if len(cuts) == 1 else Nested("S", 0, cuts[-1][0].layout, tuple(cuts))
 
 
 @dataclass(frozen=True)
@@ -356,10 +347,6 @@ class Owned(Placement):
     """Build with `owned`. A shard of dim 0 in one block: the owner holds all rows, the other ranks a tensor of no rows."""
 
     owner: int = 0
-
-    def local_shape(self, shape: Sequence[int], rank: int) -> list[int]:
-        """What `rank` holds of a tensor of logical `shape`."""
-        return [shape[0] if rank == self.owner else 0, *shape[1:]]
 
     def __str__(self) -> str:
         return f"S0/rank {self.owner}"
@@ -370,3 +357,14 @@ class Owned(Placement):
 def owned(rows: int, owner: int) -> Owned:
     """How a tensor whose dim 0 has `rows` is held by `owner` alone."""
     return Owned("S", 0, Layout(1, (Block(1, rows),)), owner)
+
+
+def local_shape(shape: Sequence[int], placement: Placement, rank: int, ranks: int) -> list[int]:
+    """The shape of what `rank` of `ranks` holds of a tensor of logical `shape`."""
+    local = [*shape]
+    for cut, at, size in placement.on_axes(rank, ranks):
+        if isinstance(cut, Owned):
+            local[0] *= at == cut.owner
+        elif cut.is_shard:
+            local[cut.dim] = cut.cut.local_size(size)
+    return local

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def add_pending(program: Program, context: CompileContext) -> int:
     """Return the number of gradients that are added to earlier ones.
 
-    planner.gradients: "reduce" (the call's own backward) and "hold" add nothing; the first leaves `program.before_reduction`
+    context.gradients: "reduce" (the call's own backward) and "hold" add nothing; the first leaves `program.before_reduction`
     for the others.
     """
     fuses = context.config.gradient_accumulation_fusion

@@ -54,7 +54,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def data_parallel(program: Program, context: CompileContext) -> int:
     """Return the number of collectives added.
 
-    planner.gradients: "hold" and "accumulate" leave gradients this rank's own (`no_sync`); the others reduce them.
+    context.gradients: "hold" and "accumulate" leave gradients this rank's own (`no_sync`); the others reduce them.
     """
     if context.data is None:
         return 0

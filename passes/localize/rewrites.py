@@ -13,7 +13,7 @@ from torch import fx
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, get_at, set_at
-from megafx.ops.axes import with_axis
+from megafx.ops.axes import DrawAxis
 from megafx.ops.embedding_of_rank import EMBEDDING_OF_RANK
 from megafx.ops.shared_heads import repeats_for
 from megafx.passes.localize.editor import Family, Localizer, replace
@@ -128,7 +128,7 @@ def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out.is_shard and not draws and local.axis == CONTEXT_AXIS and choice.out.dim == HEADS:
         return
     if choice.out.is_shard and (drop.shard_dim < 0 or draws):
-        axis = with_axis(argument(node, "axis"), local.axis)
+        axis = str(DrawAxis.parse(argument(node, "axis"))._replace(axis=local.axis))
         set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
 
 

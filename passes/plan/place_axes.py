@@ -33,7 +33,7 @@ from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
 from megafx.ir.program import HELD, PLACEMENT, VAL, Batch, Builder, Phase, Program, ancestors, located, tensors_of
 from megafx.ir.sizes import SizeEmitter, Sizes
-from megafx.ops.axes import with_batch
+from megafx.ops.axes import DrawAxis
 from megafx.ops.eager_call import find_call
 from megafx.passes.localize.editor import Localizer
 from megafx.passes.localize.rewrites import localize_mean
@@ -399,7 +399,7 @@ class Typer:
                 first = out.cut.size not in self.selected.masks
                 fix = f"put the {self.policy.of} first in what is dropped out"
                 raise self._error(node, what, fix if first else f"use {self.policy.other}")
-            set_arguments(node, axis=with_batch(draw_of(node).axis))
+            set_arguments(node, axis=str(DrawAxis.parse(draw_of(node).axis)._replace(of_batch=True)))
         else:
             return
         self.equal_batches = True

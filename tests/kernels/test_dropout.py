@@ -89,7 +89,7 @@ def test_rows_of_a_data_parallel_rank(dim, flat):
             local = cut(mine, dim, layout, place % t, t, 1.0) if layout is not None else mine
             with axes.on_mesh(at):
                 here = flat if dim >= 0 else ()
-                out = dropout(torch.ones_like(local), SEED, 0.4, 2, dim, here, axes.with_batch("tp"))
+                out = dropout(torch.ones_like(local), SEED, 0.4, 2, dim, here, "dp+tp")
             for start, here, length in layout.pieces(place % t, t) if layout is not None else ((0, 0, shape[0]),):
                 along = max(dim, 0)
                 assert torch.equal(out.narrow(along, here, length) != 0, mine.narrow(along, start, length) != 0)
