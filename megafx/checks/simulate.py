@@ -231,30 +231,29 @@ def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
     found = []
     experts = given[0][4].shape[1] - 1
     for r in range(len(given)):
-        rows: list[tuple[int, int]] = []
-        first = 0
+        expert, rows, first = [], [], 0
         for order, _, ids, places, counts, *_, choices, _ in given:
-            goes = (places[:, r] >= 0).tolist()
-            for choice in order[: int(counts[:, :-1].sum())].tolist():
-                if int(ids[choice]) // experts == r:
-                    token = first + sum(goes[: choice // choices])
-                    rows.append((int(ids[choice]) % experts, token * choices + choice % choices))
-            first += sum(goes)
-        rows.sort(key=lambda row: row[0])  # stable
-        found.append(given[r][0].new_tensor([token for _, token in rows], dtype=torch.int64))
+            goes = (places[:, r] >= 0).long()
+            chosen = order[: int(counts[:, :-1].sum())].long()
+            chosen = chosen[ids[chosen] // experts == r]
+            token = first + (goes.cumsum(0) - goes)[chosen // choices]
+            expert.append(ids[chosen] % experts)
+            rows.append(token * choices + chosen % choices)
+            first += int(goes.sum())
+        found.append(torch.cat(rows)[torch.cat(expert).argsort(stable=True)])
     return found
 
 
-def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, int, int]]:
-    """(rank of the experts, row there, rank of the token, row of the token times choices, and its choice)."""
+def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Tensor, int, Tensor]]:
+    """(rank of the experts, rows there, rank of their tokens, rows of the tokens times choices, and their choices)."""
     choices = given[0][6]
     for r, (_, _, _, _, rows, *_) in enumerate(given):
-        there = [
-            (q, t) for q, (_, places, *_) in enumerate(given) for t in (places[:, r] >= 0).nonzero().flatten().tolist()
-        ]
-        for u, code in enumerate(rows.tolist()):
-            q, t = there[code // choices]
-            yield r, u, q, t * choices + code % choices
+        tokens = [(places[:, r] >= 0).nonzero().flatten() for _, places, *_ in given]
+        ranks = torch.cat([torch.full_like(t, q) for q, t in enumerate(tokens)])[rows // choices]
+        row = torch.cat(tokens)[rows // choices] * choices + rows % choices
+        for q in range(len(given)):
+            u = (ranks == q).nonzero().flatten()
+            yield r, u, q, row[u]
 
 
 def _dispatch_rows(given: Sequence[tuple[Any, ...]]) -> Values:
@@ -269,7 +268,7 @@ def _combine_rows(given: Sequence[tuple[Any, ...]]) -> Values:
     choices, entries = given[0][6:8]
     made = [y.new_zeros(places.shape[0] * (choices if entries else 1), *y.shape[1:]) for y, places, *_ in given]
     for r, u, q, row in _arrived(given):
-        made[q][row if entries else row // choices] += given[r][0][u]
+        made[q].index_add_(0, row if entries else row // choices, given[r][0][u])
     return made
 
 
