@@ -18,7 +18,8 @@ import math
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -243,8 +244,20 @@ MATH = (
 )
 
 
-# library -> module -> what it has
-_INSTALLED: dict[str, dict[str, tuple[types.ModuleType, list[tuple[str, str]]]]] = {}
+_Named = list[tuple[str, str]]
+
+
+@dataclass
+class _Looked:
+    """Which functions of a library modules have. again: modules that are looked at each time."""
+
+    modules: list[int] = field(default_factory=list)  # addresses of all
+    installed: dict[str, tuple[types.ModuleType, _Named]] = field(default_factory=dict)
+    found: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)  # in installed ones
+    again: list[types.ModuleType] = field(default_factory=list)
+
+
+_LOOKED: dict[str, _Looked] = {}
 
 
 def imported_by_name(
@@ -253,23 +266,30 @@ def imported_by_name(
     """(globals, name there, name in the library) of functions of a library that modules have imported by name.
     libraries: packages left out. An installed module is looked through once."""
     functions = {id(getattr(library, name)): name for name in wanted if hasattr(library, name)}
-    known = _INSTALLED.setdefault(library.__name__, {})
-    found = []
-    for name, module in [*sys.modules.items()]:
-        seen = known.get(name)
-        if seen is None or seen[0] is not module:
-            left_out = name.partition(".")[0] in libraries
-            has: list[tuple[str, str]] = []
-            # Most modules have none of the functions, which a look at all values at once finds faster than one by one.
-            if not left_out and not functions.keys().isdisjoint(map(id, [*vars(module).values()])):
-                has = [(own, functions[id(x)]) for own, x in [*vars(module).items()] if id(x) in functions]
-            seen = module, has
-            loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
-            if left_out or (is_installed(getattr(module, "__file__", None) or "") and not loading):
-                known[name] = seen
-        if seen[1]:
-            found += [(vars(module), own, function) for own, function in seen[1]]
-    return found
+    looked = _LOOKED.setdefault(library.__name__, _Looked())
+    if (modules := [*map(id, [*sys.modules.values()])]) != looked.modules:
+        looked.modules, looked.again, installed = modules, [], dict[str, tuple[types.ModuleType, _Named]]()
+        for name, module in [*sys.modules.items()]:
+            seen = looked.installed.get(name)
+            if seen is None or seen[0] is not module:
+                left_out = name.partition(".")[0] in libraries
+                loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
+                if not left_out and (loading or not is_installed(getattr(module, "__file__", None) or "")):
+                    looked.again.append(module)
+                    continue
+                seen = module, [] if left_out else _named(module, functions)
+            installed[name] = seen
+        looked.installed = installed
+        looked.found = [(vars(m), own, name) for m, has in installed.values() for own, name in has]
+    return looked.found + [(vars(m), own, name) for m in looked.again for own, name in _named(m, functions)]
+
+
+def _named(module: types.ModuleType, functions: Mapping[int, str]) -> _Named:
+    """(name in the module, name in the library) of functions that it has."""
+    # Most modules have none of the functions, which a look at all values at once finds faster than one by one.
+    if functions.keys().isdisjoint(map(id, [*vars(module).values()])):
+        return []
+    return [(own, functions[id(x)]) for own, x in [*vars(module).items()] if id(x) in functions]
 
 
 def _whole(value: Any) -> bool:

@@ -13,6 +13,7 @@ line. Contracts grow by phase: what holds after canonicalize holds ever after.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,13 @@ def fail(node: fx.Node, found: str, fix: str = "") -> PlacementError:
     return PlacementError(found, fix=fix, module=fqn_of(node), source=source_of(node))
 
 
+_op_name = functools.cache(str)  # torch makes the text anew each time
+
+
+def _name(target: Any) -> str:
+    return _op_name(target) if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
 # -- every phase
 
 
@@ -96,15 +104,19 @@ def check_functional(program: Program) -> None:
 
 
 def check_sizes_rooted(program: Program) -> None:
-    known = set(size_sources(program.graph))
+    known, rooted = set(size_sources(program.graph)), set[sympy.Expr]()
     for node in program.graph.nodes:
         if any(isinstance(a, torch.SymInt) for a in _leaves((node.args, node.kwargs))):
             raise fail(node, "has a symbolic size that no node computes", "emit it with sizes.SizeEmitter")
-        source: Any = node.args[0] if str(node.target) == "aten.sym_size.int" else None
+        source: Any = node.args[0] if _name(node.target) == "aten.sym_size.int" else None
         if source is not None and source.op != "placeholder" and getattr(source.target, "_opname", "") not in COUNTING:
             raise fail(node, "reads the size of an intermediate value", "emit the size with sizes.SizeEmitter")
         for size in _sizes(node.meta.get(VAL)):
-            for symbol in size.node.expr.free_symbols - known:
+            expr = size.node.expr
+            if expr in rooted:
+                continue
+            rooted.add(expr)
+            for symbol in expr.free_symbols - known:
                 if not size.node.shape_env.is_unbacked_symint(symbol):  # a size that data decides has no root
                     raise fail(node, f"its size {size} is made of {symbol}, which is the size of no graph input")
 
@@ -134,7 +146,7 @@ def _sizes(value: Any) -> Iterator[torch.SymInt]:
 
 def is_transition(node: fx.Node, axis: str = TENSOR_AXIS) -> bool:
     """True if the node is a transition on this axis."""
-    return node.op == "call_function" and str(node.target) == TRANSITION and node.args[5] == axis
+    return node.op == "call_function" and _name(node.target) == TRANSITION and node.args[5] == axis
 
 
 def ends_of(program: Program, node: fx.Node) -> tuple[Placement, Placement]:
@@ -199,9 +211,10 @@ def check_placements(program: Program) -> None:
 def check_local_shapes(program: Program) -> None:
     if program.phase >= Phase.BOUND:
         return  # a rank has no rows of what others own
+    ranks = ranks_of(program)
     for node in program.graph.nodes:
         if PLACEMENT in node.meta:
-            _check_shard_fits(program, node, node.meta[PLACEMENT], local=True)
+            _check_shard_fits(program, node, node.meta[PLACEMENT], local=True, t=ranks)
         if is_transition(node):
             src, dst = ends_of(program, node)
             _check_shard_fits(program, node.args[0], src, local=True, t=node.args[6], at=node)
@@ -224,14 +237,13 @@ def _check_shard_fits(
     at = node if at is None else at
     if placement.dim >= value.ndim:
         raise fail(at, f"%{node.name} is {placement}, but has {value.ndim} dims")
-    ranks = t if t is not None else ranks_of(program)
-    if local and ranks is None:
+    if local and t is None:
         return
     found, wanted = value.shape[placement.dim], program.sizes.expr(placement.cut.size)
-    if local and ranks is not None:
-        wanted = local_size_expr(program, placement.cut, ranks)
+    if local and t is not None:
+        wanted = local_size_expr(program, placement.cut, t)
     if not same_size(found.node.expr if isinstance(found, torch.SymInt) else sympy.Integer(found), wanted):
-        where = f"on each of {ranks} ranks" if local else "whole"
+        where = f"on each of {t} ranks" if local else "whole"
         fix = "a size in the op's arguments is not localized, or its sharding rule is wrong (megafx check-rules)"
         made = f"which makes dim {placement.dim} {wanted} long {where}; it is {found}"
         raise fail(at, f"%{node.name} is {placement}, {made}", fix)
@@ -292,8 +304,8 @@ def _is_before_reduction(have: Sequence[Any], parameter: fx.Node) -> bool:
     """True if this is the shape of a gradient before its reduce-scatter to the parameter's rows over data-parallel ranks."""
     readers = [*parameter.users]
     for node in readers:  # casts of it may be what is gathered
-        readers += [u for u in node.users if str(node.target) == QUANTIZE or node.target is operator.getitem]
-    ranks: list[Any] = [u.args[1] for u in readers if str(u.target) == GATHER]
+        readers += [u for u in node.users if _name(node.target) == QUANTIZE or node.target is operator.getitem]
+    ranks: list[Any] = [u.args[1] for u in readers if _name(u.target) == GATHER]
     first, *rest = parameter.meta[VAL].shape
     return bool(ranks) and list(have[1:]) == rest and -(-have[0] // ranks[0]) == first
 
@@ -308,16 +320,16 @@ def _same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 def check_collectives(program: Program) -> None:
     for node in program.graph.nodes:
-        if str(node.target) == TRANSITION:
+        if _name(node.target) == TRANSITION:
             raise fail(node, "is still whole", "expand_transitions writes transitions out as local ops and collectives")
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if str(node.target) == WAIT:
+        if _name(node.target) == WAIT:
             if not _is_started(node.args[0]):
                 raise fail(node, f"waits for %{node.args[0]}, which starts no collective")
         elif _starts(node.target):
             for started in [*node.users] if isinstance(node.meta[VAL], (tuple, list)) else [node]:
-                waits = [u for u in started.users if str(u.target) == WAIT]
+                waits = [u for u in started.users if _name(u.target) == WAIT]
                 readers = [u for u in started.users if u not in waits]
                 if len(waits) != 1:
                     raise fail(started, f"is waited for {len(waits)} times", "each collective has one wait_tensor")
@@ -333,7 +345,7 @@ def _is_started(node: Any) -> bool:
 
 
 def _starts(target: torch._ops.OpOverload) -> bool:
-    return target.namespace == COLLECTIVE_NAMESPACE or str(target) == GATHER
+    return target.namespace == COLLECTIVE_NAMESPACE or _name(target) == GATHER
 
 
 # -- BOUND
@@ -341,7 +353,7 @@ def _starts(target: torch._ops.OpOverload) -> bool:
 
 def check_owned(program: Program) -> None:
     for node in program.graph.nodes:
-        if str(node.target).startswith("megafx.owner_"):
+        if _name(node.target).startswith("megafx.owner_"):
             fix = "drop_expert_values leaves out what other ranks own"
             raise fail(node, "asks for a rank, but the graph is of one", fix)
 

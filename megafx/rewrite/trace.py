@@ -19,12 +19,14 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._symbolic_trace import _Patcher
 from torch.utils._pytree import tree_structure
 
 from megafx.ir.dump import dtype_text
 from megafx.ir.nodes import Draw, argument, argument_places, aten_ops, is_draw
 from megafx.ir.program import VAL, Input, Output, Program, ancestors
 from megafx.ir.sizes import Sizes
+from megafx.meanwhile import meanwhile
 from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
 from megafx.rewrite.record import record
 
@@ -196,9 +198,14 @@ def plain_modes() -> Iterator[None]:
         yield
 
 
-def without_code() -> contextlib.AbstractContextManager[None]:
-    """Within, graphs are traced without Python code to run them: a third of the time, and nobody runs a pattern."""
-    return _use_lazy_graph_module(True)
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """Within, graphs are traced without Python code to run them: a third of the time, and nobody runs a pattern.
+
+    For functions that call no module: torch otherwise gives nn.Module two other methods for each trace, and takes
+    milliseconds where the class has a thousand subclasses."""
+    with _use_lazy_graph_module(True), meanwhile(_Patcher, patch_method=lambda *_, **__: None):
+        yield
 
 
 @functools.cache

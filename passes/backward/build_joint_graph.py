@@ -23,7 +23,6 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -53,6 +52,7 @@ from megafx.passes.backward.functional import functional
 from megafx.passes.backward.node_gradients import NodeGradients
 from megafx.placements.moves import same_sizes
 from megafx.planner.context import CompileContext
+from megafx.rewrite.trace import without_code
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
@@ -103,7 +103,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         fixing = nodes.fixing
         return (*map(nodes.tensor, results), *gradients)
 
-    with _tracing(program), _use_lazy_graph_module(True):
+    with _tracing(program), without_code():
         program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
     _check_symbols(program, symbols, fixing)
     if lost:

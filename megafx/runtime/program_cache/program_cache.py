@@ -110,6 +110,11 @@ class Situation:
         self.classes: dict[str, str] = {}
         self._state: PythonState | str = ""  # of the entry that was compared last, in this process
         self._differences: list[str] = []  # between this process and each entry of the call, the newest first
+
+    def _identify(self) -> bool:
+        """True if an entry may serve the call, or be made of it. Takes milliseconds: not where the cache is off."""
+        if self.key or self.refused:
+            return not self.refused
         try:
             sizes = [[*x.shape] for x in self.call.leaves if isinstance(x, torch.Tensor)]
             self.key = digest([self.what, self.about, of_process(), of_model(self.model), self._of_context()])[:40]
@@ -119,6 +124,7 @@ class Situation:
             self.refused = str(error)
         except Exception as error:  # whatever a user's class does when it is looked at
             self.refused = f"{type(error).__name__}: {error}"
+        return not self.refused
 
     def _of_context(self) -> Any:
         context = self.context
@@ -151,6 +157,7 @@ class Situation:
                 if data is None:
                     self.notes += self._differences[:1]
                     return None
+                self._identify()
                 found: Found | str = self.refused or "what is compiled"
                 if key == self.key and not self.refused:
                     try:
@@ -172,7 +179,8 @@ class Situation:
                     self._differences.append(f"compiled anew, since on rank {rank} {reason} is not what the entry has")
 
     def _has_files(self) -> bool:
-        return bool(self.key) and not self.refused and (self.group is None or dist.get_rank(self.group) == 0)
+        mine = self.group is None or dist.get_rank(self.group) == 0
+        return mine and folder() is not None and self._identify()
 
     def _candidates(self) -> Iterator[tuple[Path, bytes, Any]]:
         """Entries that fit this process, and what is in them: the newest first, but for those of calls of the same sizes."""
