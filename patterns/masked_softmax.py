@@ -290,15 +290,19 @@ def _fill_of(program: Program, node: fx.Node) -> float | None:
     return _constant(program, value) if isinstance(value, fx.Node) else float(value)
 
 
+def _filled(reader: MaskReader, fill: fx.Node) -> Any:
+    """The mask of what a node leaves visible that fills scores."""
+    by_fill = op_name(fill) == "masked_fill"
+    return read_visible(reader, fill.args[1 if by_fill else 0], visible=not by_fill, symmetric=True)
+
+
 def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
     """True if a key of each query is hidden by one of two masks at most, and all that neither shows have no weight.
 
     fill: a node that fills scores; mask_by: how the match's own mask is spelled.
     """
     reader = MaskReader(m.program)
-    by_fill = op_name(fill) == "masked_fill"
-    given = fill.args[1 if by_fill else 0]
-    filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
+    filled = _filled(reader, fill)
     own = read_visible(reader, m.node("mask"), visible=mask_by != "fill", symmetric=True)
     if filled is None or own is None or filled.padding or own.rest:
         return False
@@ -312,9 +316,7 @@ _BLIND = "a query may see no key: the NaN in its gradients reaches what is added
 def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
     """True if each query sees a key, where a node fills scores with -inf, and a mask or bias is added to the result."""
     reader = MaskReader(m.program)
-    by_fill = op_name(fill) == "masked_fill"
-    given = fill.args[1 if by_fill else 0]
-    filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
+    filled = _filled(reader, fill)
     if filled is None or filled.padding:
         return False
     own = read_visible(reader, added, visible=True, symmetric=True)

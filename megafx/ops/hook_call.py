@@ -62,6 +62,27 @@ def _name(hook: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
+def _arguments(
+    module: nn.Module, number: int, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) after one pre-hook."""
+    if number in module._forward_pre_hooks_with_kwargs:
+        changed = hook(module, args, kwargs)
+        return (args, kwargs) if changed is None else changed
+    if (changed := hook(module, args)) is None:
+        return args, kwargs
+    return changed if isinstance(changed, tuple) else (changed,), kwargs
+
+
+def _output(
+    module: nn.Module, number: int, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """The output after one forward hook."""
+    takes = number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
+    changed = hook(module, args, kwargs, output) if takes else hook(module, args, output)
+    return output if changed is None else changed
+
+
 @dataclass(frozen=True)
 class Side:
     """The hooks before or behind a module, in their order."""
@@ -107,8 +128,7 @@ class Open:
             if not always or number in self.called or identity(hook) in self.call.traced:
                 continue
             try:
-                changed = self.call.behind_with(number, hook, self.args, self.kwargs, self.output)
-                self.output = self.output if changed is None else changed
+                self.output = _output(module, number, hook, self.args, self.kwargs, self.output)
             except Exception as error:
                 warnings.warn(
                     "module forward hook with ``always_call=True`` raised an exception that was silenced as another error was "
@@ -177,12 +197,7 @@ class HookCall(EagerCall):
         if self.always and self.segment == 0:
             current().open[self.pair] = Open(self, args, kwargs)
         for number, hook in self._hooks("_forward_pre_hooks"):
-            if number in module._forward_pre_hooks_with_kwargs:
-                changed = hook(module, args, kwargs)
-                if changed is not None:
-                    args, kwargs = changed
-            elif (changed := hook(module, args)) is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
+            args, kwargs = _arguments(module, number, hook, args, kwargs)
         tables = ("_backward_hooks", "_backward_pre_hooks")
         hooks, first = ([h for _, h in self.entries(t)] for t in tables) if self.last else ([], [])
         if hooks or first:
@@ -193,12 +208,6 @@ class HookCall(EagerCall):
             opened.args, opened.kwargs = args, kwargs
         return args, kwargs
 
-    def behind_with(self, number: int, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """What one forward hook returns."""
-        module = self.found()
-        takes = number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
-        return hook(module, args, kwargs, output) if takes else hook(module, args, output)
-
     def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         opened = current().open.get(self.pair)
         if opened is not None:
@@ -206,9 +215,7 @@ class HookCall(EagerCall):
         for number, hook in self._hooks("_forward_hooks"):
             if opened is not None:
                 opened.called.add(number)
-            changed = self.behind_with(number, hook, args, kwargs, output)
-            if changed is not None:
-                output = changed
+            output = _output(self.found(), number, hook, args, kwargs, output)
             if opened is not None:
                 opened.output = output
         if self.last:
@@ -256,10 +263,7 @@ class Around:
                     continue
                 number, hook = self.hooks[0][segment]
                 segment += 1
-                if number in module._forward_pre_hooks_with_kwargs:
-                    args, kwargs = hook(module, args, kwargs) or (args, kwargs)
-                elif (changed := hook(module, args)) is not None:
-                    args = changed if isinstance(changed, tuple) else (changed,)
+                args, kwargs = _arguments(module, number, hook, args, kwargs)
             output, segment = original(*args, **kwargs), 0
             for i, step in enumerate(self.behind.steps):
                 if step is None:
@@ -269,11 +273,7 @@ class Around:
                     continue
                 number, hook = self.hooks[1][segment]
                 segment += 1
-                takes = (
-                    number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
-                )
-                changed = hook(module, args, kwargs, output) if takes else hook(module, args, output)
-                output = output if changed is None else changed
+                output = _output(module, number, hook, args, kwargs, output)
             return output
 
         return called

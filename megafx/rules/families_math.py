@@ -108,20 +108,28 @@ def _group_norm(call: OpCall) -> str:
 # -- indices
 
 
-@family("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def _index(call: OpCall) -> RuleText | None:
-    """x[:, ids, :]: the indexed dims stay whole, the dims of the ids are dims of the result."""
+def _indexed(call: OpCall, whole: str = "") -> tuple[str, str, list[str], dict[str, str]] | None:
+    """x[:, ids, :]: (dims of x, those of each of the ids, dims of what it shows, why dims are whole); None where dims that are
+    not neighbours are indexed, or a mask does it. whole: '!' where dims of the ids are not cut."""
     shape, indices = call.get("self").shape, call.get("indices")
     at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
     if not at or at != list(range(at[0], at[-1] + 1)) or any(indices[i].mask for i in at):
         return None
-    width = len(call.results[0]) - (len(shape) - len(at))
-    ids = [f"i{width - k}" for k in range(width)]
+    width = max(len(indices[i].shape) for i in at)
+    ids = [f"i{width - k}{whole}" for k in range(width)]
     left = [f"f{i}" for i in range(len(shape))]
-    out = left[: at[0]] + ids + left[at[-1] + 1 :]
     patterns = [f"~{' '.join(ids[width - len(indices[i].shape) :])}" for i in at]
-    why = {f"f{i}": "the dim is indexed" for i in at}
-    return RuleText(f"lin: {dims(shape, at)}, {', '.join(patterns)} -> {' '.join(out)}", why)
+    out = left[: at[0]] + ids + left[at[-1] + 1 :]
+    return dims(shape, at), ", ".join(patterns), out, {f"f{i}": "the dim is indexed" for i in at}
+
+
+@family("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def _index(call: OpCall) -> RuleText | None:
+    """x[:, ids, :]: the indexed dims stay whole, the dims of the ids are dims of the result."""
+    if (found := _indexed(call)) is None:
+        return None
+    x, ids, out, why = found
+    return RuleText(f"lin: {x}, {ids} -> {' '.join(out)}", why)
 
 
 @family("aten.index_select")
@@ -158,20 +166,11 @@ def _scatter(call: OpCall) -> RuleText:
 @family("aten.index_put", "aten._unsafe_index_put")
 def _index_put(call: OpCall) -> RuleText | None:
     """x[:, ids] += values: dims that are not indexed may be sharded."""
-    shape, indices, values = call.get("self").shape, call.get("indices"), call.get("values")
-    at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
-    if not at or at != list(range(at[0], at[-1] + 1)) or any(indices[i].mask for i in at):
+    if (found := _indexed(call, "" if call.get("accumulate") else "!")) is None:  # sums may be split over the index
         return None
-    width = max(len(indices[i].shape) for i in at)
-    whole = "" if call.get("accumulate") else "!"  # sums may be split over the index
-    ids = [f"i{width - k}{whole}" for k in range(width)]
-    left = [f"f{i}" for i in range(len(shape))]
-    value = left[: at[0]] + ids + left[at[-1] + 1 :]
-    value = value[len(value) - len(values.shape) :]
-    patterns = [f"~{' '.join(ids[width - len(indices[i].shape) :])}" for i in at]
-    why = {f"f{i}": "the dim is indexed" for i in at}
-    text = f"lin: +{dims(shape, at)}, {', '.join(patterns)}, +{' '.join(value)} -> {dims(shape, at)}"
-    return RuleText(text, why)
+    x, ids, value, why = found
+    value = value[len(value) - len(call.get("values").shape) :]
+    return RuleText(f"lin: +{x}, {ids}, +{' '.join(value)} -> {x}", why)
 
 
 # -- no data is read

@@ -79,12 +79,12 @@ def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
     return zeros
 
 
-def _heads(compute: Any) -> Any:
-    """compute: `take` or `give_back` of ops/shared_heads.py; a slice is copied, since the op's result has memory of its own."""
+def _computed(compute: Any) -> Any:
+    """compute: of ops/shared_heads.py or ops/embedding_of_rank.py; a slice is copied: the op's result has memory of its own."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-        x, repeats, layout, axis, t = node.args
-        made: fx.Node = compute(build, x, repeats, Layout.from_flat(layout), axes[axis].rank, t)
+        *args, layout, axis, t = node.args
+        made: fx.Node = compute(build, *args, Layout.from_flat(layout), axes[axis].rank, t)
         if made.target is not aten.slice.Tensor:
             return made
         return build(aten.clone.default, made, memory_format=torch.contiguous_format)
@@ -92,22 +92,11 @@ def _heads(compute: Any) -> Any:
     return bind
 
 
-def _embedding(compute: Any) -> Any:
-    """compute: `look_up` or `give_back` of ops/embedding_of_rank.py."""
-
-    def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-        x, ids, padding_idx, layout, axis, t = node.args
-        made: fx.Node = compute(build, x, ids, padding_idx, Layout.from_flat(layout), axes[axis].rank, t)
-        return made
-
-    return bind
-
-
 _RULES: dict[Any, Any] = {
-    shared_heads.HEADS_OF_RANK: _heads(shared_heads.take),
-    shared_heads.HEADS_OF_RANK_GRADIENT: _heads(shared_heads.give_back),
-    embedding_of_rank.EMBEDDING_OF_RANK: _embedding(embedding_of_rank.look_up),
-    embedding_of_rank.EMBEDDING_OF_RANK_GRADIENT: _embedding(embedding_of_rank.give_back),
+    shared_heads.HEADS_OF_RANK: _computed(shared_heads.take),
+    shared_heads.HEADS_OF_RANK_GRADIENT: _computed(shared_heads.give_back),
+    embedding_of_rank.EMBEDDING_OF_RANK: _computed(embedding_of_rank.look_up),
+    embedding_of_rank.EMBEDDING_OF_RANK_GRADIENT: _computed(embedding_of_rank.give_back),
     mfx.rank_select.default: _select,
     mfx.rank_place.default: _place,
     mfx.rank0_only.default: _rank0,
