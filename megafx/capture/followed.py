@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from megafx.capture.eager_parts import by_values
 from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumber, HostNumbers, made_of_counted, scaled
+from megafx.capture.libraries.torch_functions import in_place_of
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.memos import Memos
 from megafx.capture.reads import Reads
@@ -214,9 +215,15 @@ class _OutsideWrites(TorchFunctionMode):
     """Calls written(x) before code writes in place into a tensor x that is not of the trace, and read(x) where code takes its
     values out of it. Gives what is known of values."""
 
-    def __init__(self, written: Callable[[Tensor], None], read: Callable[[Tensor], None], freezing: _Freezing) -> None:
+    def __init__(
+        self,
+        written: Callable[[Tensor], None],
+        read: Callable[[Tensor], None],
+        freezing: _Freezing,
+        note: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self.written, self.read, self.freezing = written, read, freezing
+        self.written, self.read, self.freezing, self.note = written, read, freezing, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -232,6 +239,8 @@ class _OutsideWrites(TorchFunctionMode):
             return made
         if (known := by_values(name, func, args, kwargs or {})) is not None:
             return known
+        if (made := in_place_of(name, func, args, kwargs or {}, self.note)) is not None:
+            return made
         if name in ("tolist", "numpy", "__array__") and type(args[0]) is Tensor and not args[0].is_inference():
             self.read(args[0])
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
@@ -329,7 +338,7 @@ class Trace:
         self.memos = self.reads.memos = Memos(self.reads, followed.remembered, self._begin, note)
         self.reads.left = self._left
         self.own = {id(p): fqn for fqn, p in model.named_parameters(remove_duplicate=False)}
-        self.learned = False
+        self.learned, self.note = False, note
         self.tensors: dict[str, list[Tensor]] = {}
         self.finished = False
         self.watched: dict[str, Any] = {}  # dicts and namespaces that forward changes
@@ -369,7 +378,7 @@ class Trace:
             entering = {id(state[name]): place for name, place in followed.inputs.items()}
             with (
                 self.reads.recording(self._start),
-                _OutsideWrites(self._learn_write, self._note_version, freezing),
+                _OutsideWrites(self._learn_write, self._note_version, freezing, self.note),
                 self.memos.running(self.reads.model, entering),
             ):
                 yield
