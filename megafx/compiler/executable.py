@@ -235,6 +235,9 @@ class Executable:
         if self.parts.lazy:
             self._postpone(outputs, [*given, *inputs[len(given) :]], list(results[last:]))
         values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
+        # The user's tensor leads to the node of the call, which leads to what is kept: a cycle, were they one object.
+        kept = set(map(id, values))
+        outputs = [x.detach() if id(x) in kept and isinstance(x, torch.Tensor) else x for x in outputs]
         versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
         parts = [(inputs[k], inputs[k]._version, s) for k, s in self._watched_parts if not inputs[k].is_inference()]
         return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated], len(self._given))

@@ -8,7 +8,7 @@ A group of a mesh that has a dim 'cp' is of all context- and tensor-parallel ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,29 +48,31 @@ def broadcast_data(batch: Any, mesh: DeviceMesh | None = None) -> Any:
     device = torch.device("cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu")
     first, tensors, about = dist.get_rank(group) == 0, list[torch.Tensor](), list[_Tensor]()
 
-    def describe(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return _map(value, describe)
-        tensors.append(value.detach().contiguous().reshape(-1))
-        about.append(_Tensor(value.shape, value.dtype, value.device.type != "cpu"))
-        return about[-1]
-
-    structure, about = broadcast_object((describe(batch), about) if first else None, group)
+    structure, about = broadcast_object((_described(batch, tensors, about), about) if first else None, group)
     sizes = [t.shape.numel() * t.dtype.itemsize for t in about]
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     if sum(sizes):
         if first:
             torch.cat([x.view(torch.uint8).to(device) for x in tensors if x.numel()], out=sent)
         dist.broadcast(sent, group_src=0, group=group)
-    parts = iter(sent.split(sizes))
+    return batch if first else _restored(structure, iter(sent.split(sizes)))
 
-    def restore(value: Any) -> Any:
-        if not isinstance(value, _Tensor):
-            return _map(value, restore)
-        whole = next(parts).clone().view(value.dtype).view(value.shape)  # a clone begins where its dtype may
-        return whole if value.on_gpu else whole.cpu()
 
-    return batch if first else restore(structure)
+def _described(value: Any, tensors: list[torch.Tensor], about: list[_Tensor]) -> Any:
+    """The value with a description in place of each tensor. Fills both lists."""
+    if not isinstance(value, torch.Tensor):
+        return _map(value, lambda part: _described(part, tensors, about))
+    tensors.append(value.detach().contiguous().reshape(-1))
+    about.append(_Tensor(value.shape, value.dtype, value.device.type != "cpu"))
+    return about[-1]
+
+
+def _restored(value: Any, parts: Iterator[torch.Tensor]) -> Any:
+    """The value that was described; parts: the bytes of its tensors."""
+    if not isinstance(value, _Tensor):
+        return _map(value, lambda part: _restored(part, parts))
+    whole = next(parts).clone().view(value.dtype).view(value.shape)  # a clone begins where its dtype may
+    return whole if value.on_gpu else whole.cpu()
 
 
 def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> None:

@@ -256,15 +256,6 @@ def _cutting(leaves: list[Tensor], cuts: list[Tensor], returned: Returned, ancho
     """Within, what forward hooks of modules see is cut, and noted."""
     thread = threading.get_ident()
 
-    def cut(x: Any) -> Any:
-        if isinstance(x, tuple) and type(x) is tuple:
-            return tuple(map(cut, x))
-        if not isinstance(x, Tensor) or not x.requires_grad or isinstance(x.grad_fn, _Given._backward_cls):
-            return x
-        cuts.append(x)
-        leaves.append(x.detach().requires_grad_())
-        return _Given.apply(returned, returned.add(), anchor, leaves[-1], False)
-
     def seen(hooks: str, module: nn.Module, values: Any) -> Any:
         others = getattr(torch_module, f"_global{hooks}")
         if (
@@ -273,7 +264,7 @@ def _cutting(leaves: list[Tensor], cuts: list[Tensor], returned: Returned, ancho
             or len(others) + len(getattr(module, hooks)) < 2
         ):
             return None
-        return cut(values)
+        return _cut(values, leaves, cuts, returned, anchor)
 
     handles = [
         torch_module.register_module_forward_pre_hook(lambda module, args: seen("_forward_pre_hooks", module, args)),
@@ -287,6 +278,16 @@ def _cutting(leaves: list[Tensor], cuts: list[Tensor], returned: Returned, ancho
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _cut(x: Any, leaves: list[Tensor], cuts: list[Tensor], returned: Returned, anchor: Tensor | None) -> Any:
+    if isinstance(x, tuple) and type(x) is tuple:
+        return tuple(_cut(y, leaves, cuts, returned, anchor) for y in x)
+    if not isinstance(x, Tensor) or not x.requires_grad or isinstance(x.grad_fn, _Given._backward_cls):
+        return x
+    cuts.append(x)
+    leaves.append(x.detach().requires_grad_())
+    return _Given.apply(returned, returned.add(), anchor, leaves[-1], False)
 
 
 def _outside(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -116,7 +116,7 @@ def watch(outputs: Mapping[int, Tensor], watched: Mapping[int, tuple[str, frozen
     for index, (name, users) in watched.items():
         if (watched_one := outputs.get(index)) is not None:
             table = Waiting(index, name, watched_one)
-            OrderedDict.__setitem__(table, _OURS, arrived.at(index, table, users))
+            OrderedDict.__setitem__(table, _OURS, arrived.at(index, weakref.ref(table), users))
             watched_one._backward_hooks = table
             assert watched_one.grad_fn is not None
             watched_one.grad_fn._register_hook_dict(watched_one)
@@ -156,12 +156,13 @@ class Arrived:
         return any(x is output for x in self.wanted)
 
     def at(
-        self, index: int, table: Waiting | None = None, users: frozenset[int] = frozenset()
+        self, index: int, of: weakref.ref[Waiting] | None = None, users: frozenset[int] = frozenset()
     ) -> Callable[[Tensor | None], Tensor | None]:
-        """The hook of one output, which autograd calls without a gradient where another output has one. table, users: of a
-        watched output, and those that depend on it."""
+        """The hook of one output, which autograd calls without a gradient where another output has one. of, users: of a
+        watched output, its table, which holds the hook, and those that depend on it."""
 
         def hook(gradient: Tensor | None) -> Tensor | None:
+            table = None if of is None else of()
             self.look()
             if gradient is not None and self.wanted:
                 self.gradients[index] = gradient
@@ -224,14 +225,16 @@ def _differentiated_by(outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     """Those of these tensors that a torch.autograd.grad, or a backward, that runs has among its inputs, and whether it is a
     backward. (On a GPU hooks run in autograd's threads.)"""
     found, accumulates = list[Tensor](), False
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_code in _DIFFERENTIATE and (given := at.f_locals.get("inputs")) is not None:
-                inputs = [given] if isinstance(given, Tensor) else [*given]
-                new = [x for x in outputs if any(x is each for each in inputs)]
-                found, accumulates = found + new, accumulates or (bool(new) and at.f_code is _DIFFERENTIATE[1])
-            at = at.f_back
+    frames: list[FrameType | None] = [*sys._current_frames().values()]
+    while frames:
+        if (at := frames.pop()) is None:
+            continue
+        if at.f_code in _DIFFERENTIATE and (given := at.f_locals.get("inputs")) is not None:
+            inputs = [given] if isinstance(given, Tensor) else [*given]
+            new = [x for x in outputs if any(x is each for each in inputs)]
+            found, accumulates = found + new, accumulates or (bool(new) and at.f_code is _DIFFERENTIATE[1])
+        frames.append(at.f_back)
+    del at  # this function's own frame would keep all that its callers have, until garbage is collected
     return found, accumulates
 
 

@@ -133,3 +133,23 @@ def test_folders_and_files_can_be_surveyed():
     assert not {str(folder): number for folder, number in count.items() if number > 25}
     long = {str(f.relative_to(ROOT)): n for f in files if (n := len(f.read_text().splitlines())) > 700}
     assert not long
+
+
+WITHOUT_TENSORS = {"kernels.experts.row_units", "runtime.program_cache.fingerprint"}
+
+
+def calls_itself_from_within(tree: ast.AST) -> list[str]:
+    """Functions in functions that call themselves, by name."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inner = {id(n): n for f in functions for n in ast.walk(f) if isinstance(n, ast.FunctionDef) and n is not f}
+    methods = {id(n) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in c.body}
+    reads = lambda f: {n.id for part in f.body for n in ast.walk(part) if isinstance(n, ast.Name)}
+    return [f.name for i, f in inner.items() if i not in methods and f.name in reads(f)]
+
+
+def test_steps_make_no_cycles():
+    """A function in a function that calls itself is a cycle with all that it reads: here, a step's tensors."""
+    steps = {n: f for n, f in MODULES.items() if n.split(".")[0] in ("runtime", "kernels", "distributed", "ops")}
+    found = {name: calls_itself_from_within(ast.parse(file.read_text())) for name, file in steps.items()}
+    assert not {n: names for n, names in found.items() if names and n not in WITHOUT_TENSORS}
+    assert calls_itself_from_within(ast.parse("def f(x):\n def g(y):\n  return g(x)\n return g")) == ["g"]

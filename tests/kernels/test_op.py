@@ -3,7 +3,9 @@ passes/lower/call_directly.py."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,6 +243,13 @@ def test_copies_are_repeated_and_what_reads_values_is_not() -> None:
             found = replay(x, n)
             assert torch.equal(found, function(x, n)) and (found is x) == (function is returns_its_operand)
         assert [isinstance(f, Recording) for f in forms(replay)] == [recorded], forms(replay)
+        gc.disable()
+        x = torch.randn(4, 3)
+        replay(x, n)
+        last = weakref.ref(x)
+        del x
+        gc.enable()
+        assert last() is None, "freed with its last use, not when cycles are collected"
     second, (x, y) = Replay(lambda x, y: x.copy_(y)), torch.randn(2, 3)
     assert all(second(x, x) is x for _ in range(3)) and second(x, y) is x and second(y, x) is y
     second = Replay(lambda x, y: (None, y))

@@ -294,6 +294,12 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments:
             _write(held.form, iter(held.tensors.values()), given)
         result = result.output
 
+    return _as_the_model_returns(result, own, caches)
+
+
+def _as_the_model_returns(result: Any, own: Mapping[int, torch.Tensor], caches: Sequence[Any]) -> Any:
+    """own: by id, what stands for an argument that was written into."""
+
     def one(value: Any) -> Any:
         if id(value) in own:
             return own[id(value)]
@@ -304,13 +310,10 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments:
         if isinstance(value, Shape):
             return torch.Size(value.sizes)
         if isinstance(value, Record):
-            return value.instance(every)
+            return value.instance(lambda tree: _as_the_model_returns(tree, own, caches))
         return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
 
-    def every(tree: Any) -> Any:
-        return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape, Record)))
-
-    return every(result)
+    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape, Record)))
 
 
 def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:

@@ -93,6 +93,12 @@ class View:
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
+def _real(x: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_real(y, tensors) for y in x]
+    return x.of(tensors) if isinstance(x, View) else x
+
+
 @dataclass(slots=True)
 class Call:
     """An operator of CALLS. makes: its result is new memory."""
@@ -103,12 +109,8 @@ class Call:
     makes: bool
 
     def run(self, tensors: list[Tensor], starts: list[int], stream: int) -> None:
-        def real(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
-                return [real(y) for y in x]
-            return x.of(tensors) if isinstance(x, View) else x
-
-        result = self.op(*[real(x) for x in self.args], **{k: real(x) for k, x in self.kwargs.items()})
+        kwargs = {k: _real(x, tensors) for k, x in self.kwargs.items()}
+        result = self.op(*[_real(x, tensors) for x in self.args], **kwargs)
         if self.makes:
             tensors.append(result)
             starts.append(result.data_ptr())
