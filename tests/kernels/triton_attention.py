@@ -36,7 +36,8 @@ def check(
     tma=True, turned=False, keys=None, segments=None, sink=None,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
-    if next(COUNT) % PARTS != PART:
+    number, part = divmod(next(COUNT), PARTS)
+    if part != PART:
         return
     shapes = (b, h, s, e), (b, n, t, e), (b, n, t, f), (b, h, s, f)
     q, k, v, grad = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
@@ -59,7 +60,8 @@ def check(
         return attention_backward_triton.backward(grad, x, out, lse, by_query=tuning, by_key=tuning, **given)
 
     grads = [backward() for _ in range(2 if DEVICE == "cuda" else 1)]  # the interpreter runs programs in one order
-    if s == t and e == f:  # side by side, as the gradient of a fused projection
+    in_other_ways = DEVICE == "cuda" or number % 3 == 0  # each takes as long as the first one
+    if in_other_ways and s == t and e == f:  # side by side, as the gradient of a fused projection
         packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
         backward(into=packed.split([h, n, n], 1))
         assert torch.equal(packed.nan_to_num(), torch.cat(grads[0], 1).nan_to_num())
@@ -83,6 +85,8 @@ def check(
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(grads[0], grads[-1], strict=True)), case
+    if not in_other_ways:
+        return
     apart = backward(workspace=1)  # head by head
     assert all(torch.equal(a, w) for a, w in zip(apart, grads[0], strict=True)), case
 

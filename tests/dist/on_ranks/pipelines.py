@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,11 +67,34 @@ def batch(rows: int = ROWS) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels, "real": real}
 
 
-def against_one_process(layers: int, drop: float, schedule: str, stages: Any, microbatches: int, **sizes: int) -> Any:
+@cache
+def one_process(layers: int, drop: float) -> tuple[Net, list[Any]]:
+    """A model, and what one process computes with it: (loss, gradients, their norm) of two steps, then all parameters, and the
+    loss of an evaluation. Rank 0 computes it; each rank copies the model before it takes it."""
     torch.manual_seed(0)
-    model = Net(layers, drop).double()
-    one = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=1)
-    alone = megafx.parallelize(copy.deepcopy(model), one)
+    model, given = Net(layers, drop).double(), [[]]
+    if dist.get_rank() == 0:
+        one = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=1)
+        alone, found = megafx.parallelize(copy.deepcopy(model), one), list[Any]()
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        for number in range(2):
+            torch.manual_seed(number)
+            loss = alone(**batch())[0]
+            loss.backward()
+            wanted = {n: p.grad.clone() for n, p in alone.named_parameters(remove_duplicate=False)}
+            found.append((loss.detach(), wanted, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3)))
+            optimizer.step(), optimizer.zero_grad()
+        found.append({n: p.detach() for n, p in alone.named_parameters(remove_duplicate=False)})
+        alone.eval()
+        with torch.no_grad():
+            given = [[*found, alone(**batch())[0].clone()]]
+    dist.broadcast_object_list(given)
+    return model, given[0]
+
+
+def against_one_process(layers: int, drop: float, schedule: str, stages: Any, microbatches: int, **sizes: int) -> Any:
+    start, (*steps, trained, evaluated) = one_process(layers, drop)
+    model, count = copy.deepcopy(start), sum(1 for _ in start.parameters())
     config = megafx.Config(hardware="h100-nvlink", **sizes)
     wanted_messages = rehearsed_messages(model, config, schedule, stages, microbatches)
     if config.context_parallel_size > 1:  # ranks of a sequence send their own tokens
@@ -79,32 +103,26 @@ def against_one_process(layers: int, drop: float, schedule: str, stages: Any, mi
         model, config, stages=stages, microbatches=microbatches, schedule=schedule, example_inputs=batch()
     )
     assert all(p.is_meta for p in model.parameters())
-    assert sum(1 for _ in pipe.parameters()) < sum(1 for _ in alone.parameters())
+    assert sum(1 for _ in pipe.parameters()) < count
     t, d = sizes.get("tensor_model_parallel_size", 1), sizes.get("data_parallel_size", 1)
     alike = t * sizes.get("context_parallel_size", 1)
     rows = {n: x.chunk(d)[dist.get_rank() // alike % d] for n, x in batch().items()}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, pipe)]
-    for number in range(2):
-        torch.manual_seed(number)
-        loss = alone(**batch())[0]
-        loss.backward()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+    for number, (loss, wanted, norm) in enumerate(steps):
         torch.manual_seed(number)
         with sent_messages() as messages:
-            close(pipe.step(**rows), loss.detach())
+            close(pipe.step(**rows), loss)
         assert messages == wanted_messages
         assert all(buffer is None or buffer.is_meta for buffer in received(pipe))
-        wanted = {n: p.grad for n, p in alone.named_parameters(remove_duplicate=False)}
         for name, value in megafx.full_gradients(pipe).items():
             close(value, wanted[name], name)
-        close(pipe.clip_grad_norm_(0.3), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3))
-        for optimizer in optimizers:
-            optimizer.step(), optimizer.zero_grad()
-    trained = dict(alone.named_parameters(remove_duplicate=False))
+        close(pipe.clip_grad_norm_(0.3), norm)
+        optimizer.step(), optimizer.zero_grad()
     for name, value in megafx.full_state_dict(pipe).items():
-        close(value, trained[name].detach(), name)
-    alone.eval(), pipe.eval()
+        close(value, trained[name], name)
+    pipe.eval()
     with torch.no_grad():
-        close(pipe.step(**rows), alone(**batch())[0])
+        close(pipe.step(**rows), evaluated)
     return pipe
 
 
