@@ -304,7 +304,8 @@ def _first_line(message: str, prefix: str = "") -> str:
 
 def _where(error: BaseException, model: nn.Module) -> tuple[str | None, SourceLine | None]:
     """Module path and line of the deepest frame of the user's code in the traceback, causes included."""
-    paths = {id(m): path for path, m in model.named_modules()}
+    has_forward = lambda m: type(m).forward is not nn.Module.forward  # unlike a list of modules
+    paths = {id(m): path for path, m in model.named_modules() if has_forward(m)}
     module: str | None = None
     source: SourceLine | None = None
     for frame, line in frames_of(error):

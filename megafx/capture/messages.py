@@ -202,10 +202,11 @@ _OF_MODELS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name 
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning of forward. module: name of the module that holds the line; shown: what that module has warned of."""
+    """A warning of forward. module: name of the module that holds the line; shown: what that module has warned of. category:
+    None where the line prints or logs, of which the logger "megafx" is told once."""
 
     text: str
-    category: type[Warning]
+    category: type[Warning] | None
     file: str
     line: int
     module: str
@@ -213,13 +214,23 @@ class Warned:
 
     def show(self) -> None:
         """Warn. Raises the warning where filters turn it into an error."""
+        if self.category is None:
+            if self not in _LOGGED:
+                _LOGGED.append(self)
+                logging.getLogger("megafx").warning("%s:%d: %s", self.file, self.line, self.text)
+            return
         warnings.warn_explicit(self.text, self.category, self.file, self.line, self.module, self.shown)
 
     def note(self) -> str:
+        if self.category is None:
+            return f"{SourceLine(self.file, self.line, linecache.getline(self.file, self.line).strip())}: {self.text}"
         return (
             f"{os.path.basename(self.file)}:{self.line}: forward warns ({self.category.__name__}: {self.text}): shown when "
             "a graph is captured, and not in each call"
         )
+
+
+_LOGGED: list[Warned] = []  # of category None
 
 
 def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
@@ -234,9 +245,9 @@ def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any
             frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
             source = line_of(frame, walk=False)
             if source is not None and "site-packages" not in source.file:
-                note(
-                    f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook"
-                )
+                text = "forward prints or logs here, and calls of a graph of megafx do neither: return the value, or print it "
+                text += "in a forward hook"
+                _add(Warned(text, None, source.file, source.line, "", {}), note, warned)
             return None
 
         return nothing
@@ -275,7 +286,10 @@ def _warn(
     kind = type(message) if isinstance(message, Warning) else category or UserWarning
     names = frame.f_globals
     module, shown = str(names.get("__name__", "<string>")), names.setdefault("__warningregistry__", {})
-    one = Warned(str(message), kind, frame.f_code.co_filename, frame.f_lineno, module, shown)
+    _add(Warned(str(message), kind, frame.f_code.co_filename, frame.f_lineno, module, shown), note, warned)
+
+
+def _add(one: Warned, note: Callable[[str], None], warned: list[Warned]) -> None:
     if one not in warned:
         warned.append(one)
         note(one.note())
@@ -371,5 +385,6 @@ def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
             fix="read it before the call, and give forward what it holds; return what is to be written, and write it "
             "in your loop",
         )
-    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
+    fix = "give the number to forward as an argument, by which code may decide (`if drop:`); or draw with torch what scales or "
+    fix += "selects (torch.rand, torch.randint: a graph draws anew at each call)"
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)

@@ -80,10 +80,16 @@ class Talkative(nn.Module):
         return x.square().mean()
 
 
-def test_what_forward_prints_is_noted_and_a_hook_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_forward_prints_is_noted_and_a_hook_prints_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also on the logger of megafx, once for each line."""
     model, x = Talkative(), torch.randn(2, 4)
     note = next(text for text in map(str, capture_call(model, (x,)).notes) if "print" in text)
     assert "test_checks.py" in note and "`print(" in note and "forward hook" in note
     model.up.register_forward_hook(lambda module, args, output: print("hooked", output.mean().item()))
     megafx.parallelize(model)(x)
     assert capsys.readouterr().out == f"hooked {model.up(x).mean().item()}\n"
+    megafx.parallelize(Talkative())(x)
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "megafx" and r.levelname == "WARNING"]
+    assert "test_checks.py:" in told and "calls of a graph of megafx do neither" in told

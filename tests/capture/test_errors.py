@@ -165,3 +165,19 @@ def test_a_lazy_module_is_to_be_called_first() -> None:
     assert "module '1'" in str(caught.value) and "call the model once" in str(caught.value)
     model(torch.randn(3, 6))
     capture_call(model, (torch.randn(3, 6),))
+
+
+def test_a_list_of_modules_is_no_part_to_leave_eager(capfd: Any) -> None:
+    """Its `__getitem__` was on the stack; nothing calls the list."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[torch.randint(3, ()).item()](x)  # type: ignore[no-any-return,index]  # as users write it
+
+    with pytest.raises(CaptureError, match="becomes a Python number") as caught:
+        capture_call(Chosen(), (torch.randn(2, 4),))
+    assert not caught.value.module and "eager_modules" not in str(caught.value)

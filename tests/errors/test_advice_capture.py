@@ -204,7 +204,7 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "other numbers": (
         "forward reads <what>: a graph would have the same at every call",
         lambda m, x: m.lin(x) * random.random(),
-        lambda m, x, number=0.5: m.lin(x) * number,
+        lambda m, x, number=0.5, drop=True: m.lin(x) * number if drop else x,
     ),
     "a file": (
         "forward opens <what>: calls of a graph would neither read nor write it",
