@@ -210,19 +210,14 @@ def _cast_fake(
     return new_like(x), bias_like(x, bias), like(packed, x, torch.uint8), torch.empty_like(largest)
 
 
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *operands, ctx.act = inputs
-    ctx.save_for_backward(*operands)
-
-
 def _gradient(name: str, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
-    dx, dbias, _ = getattr(torch.ops.megafx, f"{name}_backward")(grad, x, bias, ctx.act, False)
+    dx, dbias, _ = getattr(torch.ops.megafx, f"{name}_backward")(grad, x, bias, *ctx.rest, False)
     return dx, None if bias is None else dbias, None
 
 
 def _glu_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dgate, dup, _ = torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, ctx.act, False)
+    dgate, dup, _ = torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, *ctx.rest, False)
     return dgate, dup, None
 
 
@@ -263,7 +258,7 @@ for _name, _packed, _wide, _n in (("bias_act", False, "h", 6), ("glu_packed", Tr
         ends=True,
         fake=partial(_cast_fake, _packed),
     )
-    define_gradient(_name, partial(_gradient, _name), _saves)
+    define_gradient(_name, partial(_gradient, _name), slice(0, 2))
 
 define_op(
     "glu(Tensor gate, Tensor up, str act) -> Tensor",
@@ -284,4 +279,4 @@ define_op(
     triton="activation.activation_triton:glu_backward",
     fake=lambda grad, gate, up, *how: (new_like(gate), new_like(up), new_like(gate) if how[1] else gate.new_empty(0)),
 )
-define_gradient("glu", _glu_gradient, _saves)
+define_gradient("glu", _glu_gradient, slice(0, 2))

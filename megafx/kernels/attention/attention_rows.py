@@ -108,14 +108,9 @@ define_op(
 )
 
 
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *operands, ctx.scale, ctx.hidden = inputs
-    ctx.save_for_backward(*operands)
-
-
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.megafx.attention_rows_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.hidden)
+    found = torch.ops.megafx.attention_rows_backward(grad, *ctx.saved_tensors, *ctx.rest)
     return (*found, None, None, None)
 
 
-define_gradient("attention_rows", _gradient, _saves)
+define_gradient("attention_rows", _gradient, slice(1, 5))

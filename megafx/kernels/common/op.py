@@ -144,11 +144,12 @@ def define_composite(schema: str, *, body: Callable[..., Any], **facts: Any) -> 
 
 
 def define_gradient(
-    name: str, backward: Callable[..., Any], saves: Callable[[Any, tuple[Any, ...], Any], None]
+    name: str, backward: Callable[..., Any], saves: Callable[[Any, tuple[Any, ...], Any], None] | slice
 ) -> None:
     """backward(ctx, *gradients of the results) -> one gradient (or None) for each argument of the schema.
 
-    saves(ctx, inputs, output) puts aside what backward needs: ctx.save_for_backward for tensors, attributes for the rest.
+    saves(ctx, inputs, output) puts aside what backward needs: ctx.save_for_backward for tensors, attributes for the rest. A
+    slice: the inputs that are saved; those after it are `ctx.rest`.
     Registered here rather than by torch.library.register_autograd, whose wrapper takes host time at every call.
     """
     op = getattr(torch.ops.megafx, name).default
@@ -164,7 +165,11 @@ def define_gradient(
         def forward(ctx: Any, *args: Any) -> Any:
             *inputs, keys = args
             output = compute(keys, inputs)
-            saves(ctx, tuple(inputs), output)
+            if isinstance(saves, slice):
+                ctx.save_for_backward(*inputs[saves])
+                ctx.rest = inputs[saves.stop :]
+            else:
+                saves(ctx, tuple(inputs), output)
             return output
 
         @staticmethod

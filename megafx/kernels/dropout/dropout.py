@@ -107,14 +107,9 @@ define_op(
 )
 
 
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seed, *ctx.rest = inputs
-    ctx.save_for_backward(seed)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
     return torch.ops.megafx.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None
 
 
-define_gradient("dropout", _backward, _saves)
+define_gradient("dropout", _backward, slice(1, 2))

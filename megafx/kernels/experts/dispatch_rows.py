@@ -255,21 +255,16 @@ def _home(way: Way) -> Any:
     return way.places.shape[0] * (way.choices if way.entries else 1)
 
 
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *tables, ctx.choices, ctx.entries, ctx.axis = inputs
-    ctx.save_for_backward(*tables)
-
-
 def _gradient(of: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        made = getattr(torch.ops.megafx, of).default(grad, *ctx.saved_tensors, ctx.choices, ctx.entries, ctx.axis)
+        made = getattr(torch.ops.megafx, of).default(grad, *ctx.saved_tensors, *ctx.rest)
         return made, *[None] * 8
 
     return backward
 
 
-define_gradient("dispatch_rows", _gradient("combine_rows"), _saves)
-define_gradient("combine_rows", _gradient("dispatch_rows"), _saves)
+define_gradient("dispatch_rows", _gradient("combine_rows"), slice(1, 6))
+define_gradient("combine_rows", _gradient("dispatch_rows"), slice(1, 6))
 # What starts each of them, and what waits for it (passes/lower/start_exchanges.py).
 ENDS: dict[Any, tuple[Any, Any]] = {
     torch.ops.megafx.dispatch_rows.default: (begin_dispatch, end_dispatch),
