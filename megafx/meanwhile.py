@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -18,6 +19,16 @@ def meanwhile(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def replacing(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """function(..., old, *arguments): what is called in place of `old`. Called with all before `arguments`, it gives that."""
+
+    @functools.wraps(function)
+    def of(*given: Any) -> Callable[..., Any]:
+        return functools.partial(function, *given)
+
+    return of
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from megafx.ir.nodes import storage_of, writes
 from megafx.ir.program import VAL
 from megafx.ir.python_state import FIRST_ADDRESS
 from megafx.ir.source_lines import current_user_line
+from megafx.meanwhile import replacing
 
 _WHY = "how an argument lies in memory, and how it was computed, is a matter of the call's own tensor"
 
@@ -115,57 +116,49 @@ class Asked:
             found = f"forward {does} of a parameter or an argument, which a graph does not have"
             raise CaptureError(found, source=current_user_line(), fix=fix)
 
-    def _guard_bool(self, old: Callable[..., bool]) -> Callable[..., bool]:
-        def guard_bool(node: SymNode, file: str, line: int) -> bool:
-            try:
-                return old(node, file, line)
-            except GuardOnDataDependentSymNode:
-                question = Question.of(node.expr, self.traced)
-                if question is None or (question.text not in self.questions and len(self.questions) == _MOST):
-                    raise
-                if question.text not in self.questions:
-                    self.questions[question.text] = question, question([x for _, x in self.leaves])
-                    self.note(f"{current_user_line()}: decided by values of arguments: a graph for each answer")
-                return self.questions[question.text][1]
+    @replacing
+    def _guard_bool(self, old: Callable[..., bool], node: SymNode, file: str, line: int) -> bool:
+        try:
+            return old(node, file, line)
+        except GuardOnDataDependentSymNode:
+            question = Question.of(node.expr, self.traced)
+            if question is None or (question.text not in self.questions and len(self.questions) == _MOST):
+                raise
+            if question.text not in self.questions:
+                self.questions[question.text] = question, question([x for _, x in self.leaves])
+                self.note(f"{current_user_line()}: decided by values of arguments: a graph for each answer")
+            return self.questions[question.text][1]
 
-        return guard_bool
+    @replacing
+    def _id(self, old: Callable[[Any], int], x: Any) -> int:
+        known = issubclass(type(x), (FakeTensor, nn.Module))
+        if not known or not is_looked_at(sys._getframe(2).f_code.co_filename):
+            return old(x)
+        self.addressed += 1
+        name = self.names.get(old(x))
+        if name is None:
+            return self.addresses.get(old(x), old(x))
+        self._answer(name, "id")
+        return old(self.real[name])
 
-    def _id(self, old: Callable[[Any], int]) -> Callable[[Any], int]:
-        def address(x: Any) -> int:
-            known = issubclass(type(x), (FakeTensor, nn.Module))
-            if not known or not is_looked_at(sys._getframe(2).f_code.co_filename):
-                return old(x)
-            self.addressed += 1
-            name = self.names.get(old(x))
-            if name is None:
-                return self.addresses.get(old(x), old(x))
-            self._answer(name, "id")
-            return old(self.real[name])
-
-        return address
-
-    def _is_contiguous(self, old: Callable[..., bool]) -> Callable[..., bool]:
-        def is_contiguous(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-            if args or kwargs or (name := self._name(x, 2)) is None:  # behind _here_alone
-                return old(x, *args, **kwargs)
-            return bool(self._answer(name, "is_contiguous"))
-
-        return is_contiguous
-
-    def _stride(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def stride(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            name = self._name(x, 2)
-            if name is not None and not self._answer(name, "is_contiguous"):
-                own = re.sub(r"^kwargs\[(\w+)\]", r"\1", name)
-                raise CaptureError(
-                    f"forward asks for strides of its argument '{own}', which is not contiguous: the graph would have those of "
-                    "a contiguous one",
-                    source=current_user_line(),
-                    fix=f"pass {own}.contiguous(), or index by sizes (unfold, narrow, reshape)",
-                )
+    @replacing
+    def _is_contiguous(self, old: Callable[..., bool], /, x: Tensor, *args: Any, **kwargs: Any) -> bool:
+        if args or kwargs or (name := self._name(x, 2)) is None:  # behind _here_alone
             return old(x, *args, **kwargs)
+        return bool(self._answer(name, "is_contiguous"))
 
-        return stride
+    @replacing
+    def _stride(self, old: Callable[..., Any], /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = self._name(x, 2)
+        if name is not None and not self._answer(name, "is_contiguous"):
+            own = re.sub(r"^kwargs\[(\w+)\]", r"\1", name)
+            raise CaptureError(
+                f"forward asks for strides of its argument '{own}', which is not contiguous: the graph would have those of "
+                "a contiguous one",
+                source=current_user_line(),
+                fix=f"pass {own}.contiguous(), or index by sizes (unfold, narrow, reshape)",
+            )
+        return old(x, *args, **kwargs)
 
 
 _MOST = 4  # questions of one trace: each may double the number of graphs

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import SymTypes
 
 from megafx.capture.host_numbers import HostNumber, of_counted
 from megafx.ir.source_lines import is_installed, is_user_file
+from megafx.meanwhile import replacing
 from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.progress import also_among_frozen
 
@@ -115,27 +116,21 @@ def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
     return torch.sym_float(value) if name == "float" else torch.sym_int(value)
 
 
-def comparison(old: Callable[[torch.SymInt, Any], Any]) -> Callable[[torch.SymInt, Any], Any]:
+@replacing
+def comparison(old: Callable[[torch.SymInt, Any], Any], self: torch.SymInt, other: Any) -> Any:
     """A `__gt__` or another comparison of sizes: a bool where the user's code compares, as torch's functions want one
     (`is_causal=queries > 1`); elsewhere, and of a tensor's data, as before."""
-
-    def compared(self: torch.SymInt, other: Any) -> Any:
-        found = old(self, other)
-        if not isinstance(found, torch.SymBool) or not found.node.has_hint():
-            return found
-        return bool(found) if is_user_file(sys._getframe(2).f_code.co_filename) else found  # behind _here_alone
-
-    return compared
+    found = old(self, other)
+    if not isinstance(found, torch.SymBool) or not found.node.has_hint():
+        return found
+    return bool(found) if is_user_file(sys._getframe(2).f_code.co_filename) else found  # behind _here_alone
 
 
-def hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
+@replacing
+def hash_for_users(old: Callable[[torch.SymInt], int], self: torch.SymInt) -> int:
     """The hash of a size where the user's code asks for it; elsewhere, in torch itself, as before."""
-
-    def __hash__(self: torch.SymInt) -> int:
-        file = sys._getframe(2).f_code.co_filename  # behind _here_alone
-        return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
-
-    return __hash__
+    file = sys._getframe(2).f_code.co_filename  # behind _here_alone
+    return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
 
 
 OF_NUMPY = ("sqrt", "log", "log2", "log10", "exp")
@@ -146,79 +141,58 @@ def as_numpy_asks(name: str) -> Callable[[Any], Callable[[Any], float]]:
     return lambda old: lambda self: getattr(math, name)(float(self))
 
 
-def quotient(turned: bool) -> Callable[[Any], Callable[[Any, Any], Any]]:
+@replacing
+def quotient(turned: bool, old: Callable[[Any, Any], Any], self: Any, other: Any) -> Any:
     """`__truediv__` of sizes, or `__rtruediv__` (`turned`), whose result knows of what it is one."""
-
-    def of(old: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def divided(self: Any, other: Any) -> Any:
-            found = old(self, other)
-            if isinstance(found, torch.SymFloat) and isinstance(other, (int, torch.SymInt)):
-                found.of_sizes = (other, self) if turned else (self, other)  # type: ignore[attr-defined]  # ours, not torch's
-            return found
-
-        return divided
-
-    return of
+    found = old(self, other)
+    if isinstance(found, torch.SymFloat) and isinstance(other, (int, torch.SymInt)):
+        found.of_sizes = (other, self) if turned else (self, other)  # type: ignore[attr-defined]  # ours, not torch's
+    return found
 
 
-def rounded(up: bool) -> Callable[[Any], Callable[[Any], Any]]:
+@replacing
+def rounded(up: bool, old: Callable[[Any], Any], self: Any) -> Any:
     """`__ceil__`, or `__floor__`, of a quotient of sizes: by whole numbers, as torch has no node for its own form in backward
     (`math.ceil(length / window)`)."""
-
-    def of(old: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def whole(self: Any) -> Any:
-            if (sizes := getattr(self, "of_sizes", None)) is None:
-                return old(self)
-            above, below = sizes
-            return -(-above // below) if up else above // below
-
-        return whole
-
-    return of
+    if (sizes := getattr(self, "of_sizes", None)) is None:
+        return old(self)
+    above, below = sizes
+    return -(-above // below) if up else above // below
 
 
-def limits(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def limits(old: Callable[..., Any], /, *args: Any, tensor_callable: Any, **kwargs: Any) -> Any:
     """torch.export's `_tensor_min_max`, also for numbers of data."""
+    among = args if len(args) > 1 else [*args[0]] if args and isinstance(args[0], (list, tuple)) else []
+    if (
+        {*kwargs} > {"real_callable"}
+        or not any(map(_of_data, among))
+        or any(isinstance(x, torch.Tensor) for x in among)
+    ):
+        return old(*args, tensor_callable=tensor_callable, **kwargs)
+    of_sizes = torch.sym_max if tensor_callable is torch.maximum else torch.sym_min
 
-    def of(*args: Any, tensor_callable: Any, **kwargs: Any) -> Any:
-        among = args if len(args) > 1 else [*args[0]] if args and isinstance(args[0], (list, tuple)) else []
-        if (
-            {*kwargs} > {"real_callable"}
-            or not any(map(_of_data, among))
-            or any(isinstance(x, torch.Tensor) for x in among)
-        ):
-            return old(*args, tensor_callable=tensor_callable, **kwargs)
-        of_sizes = torch.sym_max if tensor_callable is torch.maximum else torch.sym_min
+    def two(a: Any, b: Any) -> Any:
+        if _whole(a) and _whole(b):
+            return _limited(a, b, tensor_callable)
+        return of_sizes(a, b)
 
-        def two(a: Any, b: Any) -> Any:
-            if _whole(a) and _whole(b):
-                return _limited(a, b, tensor_callable)
-            return of_sizes(a, b)
-
-        return functools.reduce(two, among)
-
-    return of
+    return functools.reduce(two, among)
 
 
-def of_numbers(name: str) -> Callable[[Any], Any]:
+@replacing
+def of_numbers(name: str, old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A function of `math`, also of numbers of data and of those that forward counts. That of one number that was read from a
     tensor is computed by torch, in fp64, as it may meet tensors: where `math` raises an error (the logarithm of 0) it has an
     infinity or NaN. Others are numbers alone."""
-
-    def of(old: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            counted = any(isinstance(x, HostNumber) for x in args)
-            if kwargs or not 1 <= len(args) <= 2 or not (counted or any(map(_of_data, args))):
-                return old(*args, **kwargs)
-            if counted:
-                return old(*args) if any(isinstance(x, SymTypes) for x in args) else of_counted(old, args)
-            if len(args) == 1 and name in _TORCH and args[0].node.expr.is_symbol:
-                return getattr(torch, name)(torch.scalar_tensor(args[0], dtype=torch.float64)).item()
-            return OF_NUMBERS(name, *args).item()
-
-        return function
-
-    return of
+    counted = any(isinstance(x, HostNumber) for x in args)
+    if kwargs or not 1 <= len(args) <= 2 or not (counted or any(map(_of_data, args))):
+        return old(*args, **kwargs)
+    if counted:
+        return old(*args) if any(isinstance(x, SymTypes) for x in args) else of_counted(old, args)
+    if len(args) == 1 and name in _TORCH and args[0].node.expr.is_symbol:
+        return getattr(torch, name)(torch.scalar_tensor(args[0], dtype=torch.float64)).item()
+    return OF_NUMBERS(name, *args).item()
 
 
 _TORCH = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "tanh", "atan", "erf")

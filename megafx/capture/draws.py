@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from megafx.capture.messages import A_FILE, not_repeatable
 from megafx.capture.reads import Reads
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
 
 _NAME = "layerdrop"
@@ -85,28 +87,25 @@ class LayerDraws(TorchFunctionMode):
                 fix="set layerdrop to 0, or let the draw decide whether one layer of a ModuleList is called",
             )
 
-    def forward_for(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @replacing
+    def forward_for(self, fqn: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer that may be dropped."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            drop, self.pending = self.pending, None
-            output = original(*args, **kwargs)
-            if drop is None:
-                return output
-            several = isinstance(output, (tuple, list))
-            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-            first = output[0] if several else output
-            if given is None or not isinstance(first, Tensor) or given.shape != first.shape:
-                found = "a layer that layerdrop may leave out does not return a tensor like its first argument"
-                raise CaptureError(found, module=fqn, source=current_user_line(), fix="set layerdrop to 0")
-            self.note(
-                f"layerdrop: layers of '{fqn.rpartition('.')[0]}' are dropped at random in every call; a dropped one is "
-                f"computed all the same, and its parameters get gradients of zero, where eager leaves none"
-            )
-            kept = torch.where(drop, given, first)
-            return type(output)((kept, *output[1:])) if several else kept
-
-        return forward
+        drop, self.pending = self.pending, None
+        output = original(*args, **kwargs)
+        if drop is None:
+            return output
+        several = isinstance(output, (tuple, list))
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        first = output[0] if several else output
+        if given is None or not isinstance(first, Tensor) or given.shape != first.shape:
+            found = "a layer that layerdrop may leave out does not return a tensor like its first argument"
+            raise CaptureError(found, module=fqn, source=current_user_line(), fix="set layerdrop to 0")
+        self.note(
+            f"layerdrop: layers of '{fqn.rpartition('.')[0]}' are dropped at random in every call; a dropped one is "
+            f"computed all the same, and its parameters get gradients of zero, where eager leaves none"
+        )
+        kept = torch.where(drop, given, first)
+        return type(output)((kept, *output[1:])) if several else kept
 
 
 def _called_for_layerdrop() -> bool:
@@ -153,84 +152,67 @@ def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str
             if isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState)) and not any(
                 word in name for word in ("state", "seed")
             ):
-                table.append((module, name, _refusing(reads, f"a random number of {shown}"), why))
+                table.append((module, name, partial(_refusing, reads, f"a random number of {shown}"), why))
     why = "a graph draws from the seed of its step"
     for owner, names in ((torch, _SEEDS), (torch.random, _SEEDS), (torch.cuda, _SEEDS_OF_CUDA)):
-        table += [(owner, name, _refusing_seeds(reads, name), why) for name in names]
-    table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
-    table.append((builtins, "next", _noting(reads), "an iterator that is kept goes on at each call"))
+        table += [(owner, name, partial(_refusing_seeds, reads, name), why) for name in names]
+    table += [(time, name, partial(_refusing, reads, "the clock"), why) for name in _CLOCK]
+    table.append((builtins, "next", partial(_noting, reads), "an iterator that is kept goes on at each call"))
     opens: list[tuple[Any, str]] = [(builtins, "open"), (torch, "save"), (torch, "load")]
     opens += [(Path, name) for name in ("open", "read_text", "read_bytes", "write_text", "write_bytes")]
     opens += [(np, name) for name in ("load", "save", "savez", "loadtxt", "savetxt")]
     for owner, name in opens:
-        table.append((owner, name, _refusing(reads, A_FILE), "a graph would have what the file held at capture"))
-    table.append((type(os.environ), "__setitem__", _refusing_variables(reads), "calls of a graph would not set it"))
+        table.append(
+            (owner, name, partial(_refusing, reads, A_FILE), "a graph would have what the file held at capture")
+        )
+    table.append(
+        (type(os.environ), "__setitem__", partial(_refusing_variables, reads), "calls of a graph would not set it")
+    )
     return table
 
 
-def _noting(reads: Reads) -> Callable[[Any], Any]:
+@replacing
+def _noting(reads: Reads, old: Any, *args: Any) -> Any:
     """Of `next`: which iterators go on."""
-
-    def of(old: Any) -> Any:
-        def noting(*args: Any) -> Any:
-            if reads.on and args:
-                reads.advanced.add(id(args[0]))
-            return old(*args)
-
-        return noting
-
-    return of
+    if reads.on and args:
+        reads.advanced.add(id(args[0]))
+    return old(*args)
 
 
-def _refusing_variables(reads: Reads) -> Callable[[Any], Any]:
-    def of(old: Any) -> Any:
-        def refusing(environ: Any, name: str, value: str) -> None:
-            # past what makes it this thread's
-            line = line_of(frame_behind(sys._getframe(2), OF_ENVIRON.__contains__), walk=False)
-            looked_at = line is not None and is_looked_at(line.file)
-            if reads.on and not in_eager_code() and looked_at and os.environ.get(name) != value:
-                found = f"forward sets os.environ[{name!r}]: calls of a graph would not"
-                raise CaptureError(found, source=line, fix="set it before the call, or keep the value in an attribute")
-            old(environ, name, value)
-
-        return refusing
-
-    return of
+@replacing
+def _refusing_variables(reads: Reads, old: Any, environ: Any, name: str, value: str) -> None:
+    # past what makes it this thread's
+    line = line_of(frame_behind(sys._getframe(2), OF_ENVIRON.__contains__), walk=False)
+    looked_at = line is not None and is_looked_at(line.file)
+    if reads.on and not in_eager_code() and looked_at and os.environ.get(name) != value:
+        found = f"forward sets os.environ[{name!r}]: calls of a graph would not"
+        raise CaptureError(found, source=line, fix="set it before the call, or keep the value in an attribute")
+    old(environ, name, value)
 
 
-def _refusing_seeds(reads: Reads, name: str) -> Callable[[Any], Any]:
-    def of(old: Any) -> Any:
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            line = line_of(frame, walk=False)
-            if not reads.on or in_eager_code() or line is None or not is_looked_at(line.file):
-                return old(*args, **kwargs)
-            module = reads.names.get(id(frame.f_locals.get("self")))
-            fix = "draw the numbers before the call, and give them to forward or keep them in a buffer"
-            raise CaptureError(
-                f"forward sets the state of torch's generator ({name}): a graph draws from the seed of its step, and would "
-                "have other numbers at each call",
-                module=module,
-                source=line,
-                fix=or_leave_eager(fix, module),
-            )
-
-        return refusing
-
-    return of
+@replacing
+def _refusing_seeds(reads: Reads, name: str, old: Any, /, *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+    line = line_of(frame, walk=False)
+    if not reads.on or in_eager_code() or line is None or not is_looked_at(line.file):
+        return old(*args, **kwargs)
+    module = reads.names.get(id(frame.f_locals.get("self")))
+    fix = "draw the numbers before the call, and give them to forward or keep them in a buffer"
+    raise CaptureError(
+        f"forward sets the state of torch's generator ({name}): a graph draws from the seed of its step, and would "
+        "have other numbers at each call",
+        module=module,
+        source=line,
+        fix=or_leave_eager(fix, module),
+    )
 
 
-def _refusing(reads: Reads, what: str) -> Callable[[Any], Any]:
-    def of(old: Any) -> Any:
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
-            line = line_of(frame, walk=False)
-            owner = frame.f_locals.get("self")
-            drops = isinstance(owner, nn.Module) and names_layerdrop(owner)
-            if not reads.on or line is None or not is_looked_at(line.file) or drops:
-                return old(*args, **kwargs)
-            raise not_repeatable(what, line)
-
-        return refusing
-
-    return of
+@replacing
+def _refusing(reads: Reads, what: str, old: Any, /, *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+    line = line_of(frame, walk=False)
+    owner = frame.f_locals.get("self")
+    drops = isinstance(owner, nn.Module) and names_layerdrop(owner)
+    if not reads.on or line is None or not is_looked_at(line.file) or drops:
+        return old(*args, **kwargs)
+    raise not_repeatable(what, line)

@@ -30,6 +30,7 @@ from megafx.capture.eager_parts import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import user_name
 from megafx.ir.source_lines import frames_of, is_user_file
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP_INPUTS
 
@@ -90,15 +91,12 @@ class OneBatch(Exception):
     """Code of the model packs or nests sequences: a trace would have the lengths of one batch."""
 
 
-def packing(what: str, old: Any) -> Any:
+@replacing
+def packing(what: str, old: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A function of torch that packs ('packs') or nests ('nests') sequences, while a model is traced."""
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        if in_eager_code():
-            return old(*args, **kwargs)
-        raise OneBatch(what)
-
-    return refusing
+    if in_eager_code():
+        return old(*args, **kwargs)
+    raise OneBatch(what)
 
 
 NESTING = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]

@@ -33,7 +33,7 @@ from megafx.capture.code_names import chains, codes
 from megafx.errors import CaptureError
 from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import current_user_line
-from megafx.meanwhile import meanwhile
+from megafx.meanwhile import meanwhile, replacing
 from megafx.ops.eager_call import in_eager_code
 from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
 
@@ -161,17 +161,11 @@ class Applied:
         plain = super(APPLY_OF, cls).apply  # type: ignore[arg-type]  # mypy knows that it is a type, not which
         return self._call(cls, args, lambda: plain(*args), torch.is_grad_enabled())
 
-    def forward(self, cls: type[Function]) -> Callable[[Any], Any]:
+    @replacing
+    def forward(self, cls: type[Function], old: Callable[..., Any], *args: Any) -> Any:
         """What replaces `cls.forward`, which built-in code calls without gradients."""
-
-        def of(old: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any) -> Any:
-                given = args if cls.setup_context is not Function.setup_context else args[1:]
-                return self._call(cls, given, lambda: old(*args), True)
-
-            return forward
-
-        return of
+        given = args if cls.setup_context is not Function.setup_context else args[1:]
+        return self._call(cls, given, lambda: old(*args), True)
 
     def _call(self, cls: type[Function], args: tuple[Any, ...], plain: Callable[[], Any], enabled: bool) -> Any:
         if cls is checkpoint.CheckpointFunction:
@@ -419,21 +413,18 @@ def _gradients(
 # -- functions of TorchScript
 
 
-def op_by_op(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def op_by_op(old: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of one, not optimised: torch calls the Python function that it was made from where it is asked by a library, as
     this one may be, during an export, and gives a method `self` twice."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not in_eager_code():
-            _refuse_hidden_gradients(self)
+    if torch.is_grad_enabled() and not in_eager_code():
+        _refuse_hidden_gradients(self)
+    _forget_plans(self)
+    try:
+        with torch.jit.optimized_execution(False), meanwhile(torch.compiler, _is_exporting_flag=False):
+            return old(self, *args, **kwargs)
+    finally:
         _forget_plans(self)
-        try:
-            with torch.jit.optimized_execution(False), meanwhile(torch.compiler, _is_exporting_flag=False):
-                return old(self, *args, **kwargs)
-        finally:
-            _forget_plans(self)
-
-    return call
 
 
 def _forget_plans(scripted: Any) -> None:

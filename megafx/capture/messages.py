@@ -43,6 +43,7 @@ from megafx.capture.libraries.expert_loops import ExpertLoops
 from megafx.capture.program import ROOT
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file, line_of
+from megafx.meanwhile import replacing
 
 # Whose checks of arguments and values are taken to pass: on by default in distributions, of a variance in gaussian_nll_loss.
 _CHECKS_ARGUMENTS = ("torch/distributions/", "torch/nn/functional.py")
@@ -57,18 +58,17 @@ _ASKS_IN_COMPARE = 16  # bit of COMPARE_OP's argument, from Python 3.13 on
 Place = tuple[int, int, int, int]  # line, end line, column, end column
 
 
-def passing_checks(decide: Callable[..., bool], note: Callable[[str], None]) -> Callable[..., bool]:
+@replacing
+def passing_checks(
+    decide: Callable[..., bool], note: Callable[[str], None], self: SymNode, file: str, line: int
+) -> bool:
     """A `SymNode.guard_bool` for which the truth of a value that depends on data is what lets such a check pass."""
-
-    def guard_bool(self: SymNode, file: str, line: int) -> bool:
-        found = None if self.has_hint() else _check_asking()
-        if found is None:
-            return decide(self, file, line)
-        value, source = found
-        note(f"a check of values is not in the graph: {source}")
-        return value
-
-    return guard_bool
+    found = None if self.has_hint() else _check_asking()
+    if found is None:
+        return decide(self, file, line)
+    value, source = found
+    note(f"a check of values is not in the graph: {source}")
+    return value
 
 
 def _check_asking() -> tuple[bool, SourceLine] | None:
@@ -236,21 +236,19 @@ _LOGGED: list[Warned] = []  # of category None
 def unheard(note: Callable[[str], None], warned: list[Warned]) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
     """(owner, name, its replacement in a trace, why). note: called with a text of each; warned: takes warnings."""
 
-    def quiet(old: Callable[..., Any]) -> Callable[..., Any]:
-        def nothing(*values: Any, **options: Any) -> Any:
-            stream = options.get("file")
-            if not (stream in (None, sys.__stdout__, sys.__stderr__) or isinstance(stream, _Muted)):
-                return old(*values, **options)  # a write into what forward holds, which is seen afterwards (writes.py)
-            # past what makes it this thread's
-            frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
-            source = line_of(frame, walk=False)
-            if source is not None and "site-packages" not in source.file:
-                text = "forward prints or logs here, and calls of a graph of megafx do neither: return the value, or print it "
-                text += "in a forward hook"
-                _add(Warned(text, None, source.file, source.line, "", {}), note, warned)
-            return None
-
-        return nothing
+    @replacing
+    def quiet(old: Callable[..., Any], /, *values: Any, **options: Any) -> Any:
+        stream = options.get("file")
+        if not (stream in (None, sys.__stdout__, sys.__stderr__) or isinstance(stream, _Muted)):
+            return old(*values, **options)  # a write into what forward holds, which is seen afterwards (writes.py)
+        # past what makes it this thread's
+        frame = frame_behind(sys._getframe(2), lambda file: file == logging.__file__)
+        source = line_of(frame, walk=False)
+        if source is not None and "site-packages" not in source.file:
+            text = "forward prints or logs here, and calls of a graph of megafx do neither: return the value, or "
+            text += "print it in a forward hook"
+            _add(Warned(text, None, source.file, source.line, "", {}), note, warned)
+        return None
 
     why = (
         "partial graphs that export prints and logs stay off the terminal; warnings are shown once a model is captured"
@@ -344,36 +342,30 @@ def _refused(what: str, frame: FrameType) -> CaptureError:
     )
 
 
-def text_of_number(old: Callable[..., str]) -> Callable[..., str]:
+@replacing
+def text_of_number(old: Callable[..., str], self: Any, *spec: str) -> str:
     """A `__repr__` or `__format__` of SymInt, SymFloat or SymBool."""
-
-    def text(self: Any, *spec: str) -> str:
-        frame, message = _asking()
-        if frame is None:
-            return "?" if message or (spec and spec[0]) else old(self, *spec)
-        if not self.node.has_hint():
-            raise _refused("a number of a tensor's data", frame)
-        value = int(self) if isinstance(self, torch.SymInt) else self.node.guard_bool("", 0)
-        return format(value, *spec) if spec else repr(value)
-
-    return text
+    frame, message = _asking()
+    if frame is None:
+        return "?" if message or (spec and spec[0]) else old(self, *spec)
+    if not self.node.has_hint():
+        raise _refused("a number of a tensor's data", frame)
+    value = int(self) if isinstance(self, torch.SymInt) else self.node.guard_bool("", 0)
+    return format(value, *spec) if spec else repr(value)
 
 
-def text_of_tensor(old: Callable[..., str]) -> Callable[..., str]:
+@replacing
+def text_of_tensor(old: Callable[..., str], /, self: Any, *spec: Any, **kwargs: Any) -> str:
     """A `__repr__` or `__format__` of tensors."""
-
-    def text(self: Any, *spec: Any, **kwargs: Any) -> str:
-        frame, message = _asking() if isinstance(self, FakeTensor) else (None, False)
-        for mode in _get_current_function_mode_stack():
-            if isinstance(mode, ExpertLoops) and (index := mode.index_of(self)) is not None:
-                return format(index, *spec)
-        if frame is not None:
-            raise _refused("a tensor", frame)
-        if message or (isinstance(self, FakeTensor) and spec and spec[0]):
-            return "?"
-        return old(self, *spec, **kwargs)
-
-    return text
+    frame, message = _asking() if isinstance(self, FakeTensor) else (None, False)
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, ExpertLoops) and (index := mode.index_of(self)) is not None:
+            return format(index, *spec)
+    if frame is not None:
+        raise _refused("a tensor", frame)
+    if message or (isinstance(self, FakeTensor) and spec and spec[0]):
+        return "?"
+    return old(self, *spec, **kwargs)
 
 
 def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:

@@ -14,11 +14,11 @@ parameters work (distributed/tensor_dispatch.py).
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
 from megafx.ir.python_state import ABSENT, content_of, put_back, unchanged
 from megafx.ir.source_lines import current_user_line, frame_behind, is_user_file
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import Order, matching
 from megafx.ops.eager_probes import LeftEager, Probes, forget_made_up
 from megafx.ops.hook_call import Around
@@ -175,7 +176,7 @@ def replacements(
     regions = Regions(note, reads.left)
     applied = Applied(note, regions, reads.look_through_class, code_run_by)
     table += [Replacement(APPLY_OF, "apply", lambda old: classmethod(applied.apply), why)]
-    table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]
+    table += [Replacement(c, "forward", partial(applied.forward, c), why) for c in classes_bound_early()]
 
     why = "the hooks of checkpointing cannot be traced: what is computed inside is marked, for the graph to compute it again"
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)
@@ -185,20 +186,20 @@ def replacements(
     table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), _set_data(old)), why)]
 
     why = "a hook on a value inside of the model becomes a node; what a graph does not keep is an error"
-    table += [Replacement(Tensor, "register_hook", functools.partial(tensor_hooks.register_hook, note), why)]
+    table += [Replacement(Tensor, "register_hook", partial(tensor_hooks.register_hook, note), why)]
     table += [Replacement(Tensor, "retain_grad", tensor_hooks.retain_grad, why)]
     for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward")):
         table += [Replacement(owner, name, tensor_hooks.no_gradients, why)]
 
     why = "a trace has the lengths of one batch: the module that packs or nests sequences is left eager"
-    table += [Replacement(torch._VF, "_pack_padded_sequence", functools.partial(packing, "packs"), why)]
-    table += [Replacement(torch.nested, name, functools.partial(packing, "nests"), why) for name in NESTING]
+    table += [Replacement(torch._VF, "_pack_padded_sequence", partial(packing, "packs"), why)]
+    table += [Replacement(torch.nested, name, partial(packing, "nests"), why) for name in NESTING]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]
 
     why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
-    table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
+    table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: partial(DataShapeEnv, asked), why)]
 
     why = "it makes results of the same form sooner"
     table += [Replacement(non_strict_utils, "FakeTensorMode", lambda old: QuickFakeTensorMode, why)]
@@ -226,8 +227,8 @@ def replacements(
         table += [Replacement(size, name, as_numpy_asks(name), why) for size in (torch.SymInt, torch.SymFloat)]
 
     why = "backward has no node for the ceiling of a quotient of sizes"
-    table += [Replacement(torch.SymInt, f"__{x}truediv__", quotient(x == "r"), why) for x in ("", "r")]
-    table += [Replacement(torch.SymFloat, f"__{x}__", rounded(x == "ceil"), why) for x in ("ceil", "floor")]
+    table += [Replacement(torch.SymInt, f"__{x}truediv__", partial(quotient, x == "r"), why) for x in ("", "r")]
+    table += [Replacement(torch.SymFloat, f"__{x}__", partial(rounded, x == "ceil"), why) for x in ("ceil", "floor")]
 
     why = "a text of a size, a number or a tensor would be that of the trace"
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
@@ -248,7 +249,7 @@ def replacements(
     if layers is not None:
         layers.bordered = [*(each.module for each in eager), *(each.module for each in hooks)]
         for layer, group in like_layers(model):
-            table.append(Replacement(layer, "_call_impl", functools.partial(layers.call_for, layer, group), why))
+            table.append(Replacement(layer, "_call_impl", partial(layers.call_for, layer, group), why))
 
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in eager]
@@ -257,9 +258,10 @@ def replacements(
     table.append(Replacement(non_strict_utils, "_tensor_min_max", limits, why))
 
     why = "functions of math want a number, of which a trace has none"
-    table += [Replacement(math, name, of_numbers(name), why) for name in MATH]
+    table += [Replacement(math, name, partial(of_numbers, name), why) for name in MATH]
     table += [
-        Replacement(names, own, of_numbers(name), why) for names, own, name in imported_by_name(math, MATH, LIBRARIES)
+        Replacement(names, own, partial(of_numbers, name), why)
+        for names, own, name in imported_by_name(math, MATH, LIBRARIES)
     ]
 
     why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
@@ -278,7 +280,7 @@ def replacements(
     why = "a function that decides by data is one node, whatever it is called by: its code is another meanwhile"
     for left in functions:
         for each_of in left.functions():
-            table.append(Replacement(each_of, "__code__", functools.partial(_code_of, left, each_of), why))
+            table.append(Replacement(each_of, "__code__", partial(_code_of, left, each_of), why))
 
     why = "FlexAttention's functions of elements are read as ops of whole tensors"
     table += [Replacement(*line, why) for line in flex_replacements(note)]
@@ -289,10 +291,10 @@ def replacements(
 
     why = "torch gives modes, of which a capture has several, what is called `silu` now: one that calls torch's would run often"
     for name in replaced_in(nn.functional):
-        table.append(Replacement(nn.functional, name, functools.partial(_once, FUNCTIONAL[name]), why))
+        table.append(Replacement(nn.functional, name, partial(_once, FUNCTIONAL[name]), why))
     for name, other in replaced_in(Tensor).items():
         if isinstance(other, FunctionType) and (own := own_method(name)) is not None:
-            table.append(Replacement(Tensor, name, functools.partial(_once, own), why))
+            table.append(Replacement(Tensor, name, partial(_once, own), why))
 
     if nn.Module.__call__ is not _symbolic_trace._orig_module_call:
         why = "torch calls what `nn.Module.__call__` was when it was imported"
@@ -300,9 +302,9 @@ def replacements(
         table += [Replacement(_symbolic_trace, "_orig_module_call", lambda old: call, why)]
 
     why = "a capture leaves modes that the call is made in: code that asks for them is given those of the call"
-    table += [Replacement(torch, name, functools.partial(_of_the_call, name), why) for name in LEFT_BY_CAPTURES]
+    table += [Replacement(torch, name, partial(_of_the_call, name), why) for name in LEFT_BY_CAPTURES]
     named = imported_by_name(torch, LEFT_BY_CAPTURES, LIBRARIES)
-    table += [Replacement(names, own, functools.partial(_of_the_call, name), why) for names, own, name in named]
+    table += [Replacement(names, own, partial(_of_the_call, name), why) for names, own, name in named]
     table += [Replacement(torch.backends.ContextProp, "__get__", _flag_of_the_call, why)]
     table += [Replacement(Tensor, "is_inference", _no_inference_tensors, why)]
     table += [Replacement(*line) for line in reads.asked.replacements()]
@@ -317,15 +319,13 @@ def replacements(
 
     why = "layerdrop: the draw chooses between the layer's input and its output"
     for fqn, layer in droppable_layers(model):
-        table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
+        table += [Replacement(layer, "_call_impl", partial(draws.forward_for, fqn), why)]
     return table
 
 
-def _constraints(old: Callable[..., Any]) -> Callable[..., Any]:
-    def make(fake_mode: Any, gm: Any, args: Any, dynamic: Any, *more: Any) -> Any:
-        return old(fake_mode, gm, args, dynamic if tree_leaves(args) else None, *more)
-
-    return make
+@replacing
+def _constraints(old: Callable[..., Any], fake_mode: Any, gm: Any, args: Any, dynamic: Any, *more: Any) -> Any:
+    return old(fake_mode, gm, args, dynamic if tree_leaves(args) else None, *more)
 
 
 def _is_compiling() -> bool:
@@ -344,24 +344,21 @@ def _is_exporting() -> bool:
     return compiles_for(sys._getframe(1), "_is_exporting_flag")
 
 
-def _cumulative(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def _cumulative(old: Callable[..., Any], self: Any, x: Tensor) -> Tensor:
     """`forward` of batch norms, with the factor of running statistics as a tensor where momentum is None."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        mean, var, seen = self.running_mean, self.running_var, self.num_batches_tracked
-        if self.momentum is not None or not self.training or mean is None or var is None or seen is None:
-            result: Tensor = old(self, x)
-            return result
-        self._check_input_dim(x)
-        seen.add_(1)
-        now = torch.zeros_like(mean), torch.zeros_like(var)  # becomes the batch's
-        result = nn.functional.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)
-        with torch.no_grad():
-            for running, of_batch in zip((mean, var), now, strict=True):
-                running.lerp_(of_batch, 1.0 / seen.to(running.dtype))
+    mean, var, seen = self.running_mean, self.running_var, self.num_batches_tracked
+    if self.momentum is not None or not self.training or mean is None or var is None or seen is None:
+        result: Tensor = old(self, x)
         return result
-
-    return forward
+    self._check_input_dim(x)
+    seen.add_(1)
+    now = torch.zeros_like(mean), torch.zeros_like(var)  # becomes the batch's
+    result = nn.functional.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        for running, of_batch in zip((mean, var), now, strict=True):
+            running.lerp_(of_batch, 1.0 / seen.to(running.dtype))
+    return result
 
 
 def _inference_mode(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -408,30 +405,24 @@ def _of_the_call(name: str, old: Callable[[], Any]) -> Callable[[], Any]:
     return answer
 
 
-def _flag_of_the_call(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def _flag_of_the_call(old: Callable[..., Any], self: Any, holder: Any, kind: Any) -> Any:
     """`__get__` of the flags of torch.backends."""
-
-    def get(self: Any, holder: Any, kind: Any) -> Any:
-        asked = self is vars(kind).get("enabled") and is_looked_at(sys._getframe(2).f_code.co_filename)
-        plain = functools.partial(old, self, holder, kind)
-        return flag_of_the_call(holder, plain) if asked else plain()
-
-    return get
+    asked = self is vars(kind).get("enabled") and is_looked_at(sys._getframe(2).f_code.co_filename)
+    plain = partial(old, self, holder, kind)
+    return flag_of_the_call(holder, plain) if asked else plain()
 
 
-def _no_inference_tensors(old: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
+@replacing
+def _no_inference_tensors(old: Callable[[Tensor], bool], x: Tensor) -> bool:
     """`x.is_inference()`, of which a trace knows nothing."""
-
-    def is_inference(x: Tensor) -> bool:
-        if isinstance(x, FakeTensor) and is_looked_at(sys._getframe(2).f_code.co_filename):
-            raise CaptureError(
-                "forward asks whether a tensor was made in inference mode (is_inference), which a graph does not know",
-                source=current_user_line(),
-                fix="ask for the mode of the call: torch.is_inference_mode_enabled()",
-            )
-        return old(x)
-
-    return is_inference
+    if isinstance(x, FakeTensor) and is_looked_at(sys._getframe(2).f_code.co_filename):
+        raise CaptureError(
+            "forward asks whether a tensor was made in inference mode (is_inference), which a graph does not know",
+            source=current_user_line(),
+            fix="ask for the mode of the call: torch.is_inference_mode_enabled()",
+        )
+    return old(x)
 
 
 def _code_of(left: LeftFunction, function: FunctionType, old: CodeType) -> CodeType:
@@ -447,9 +438,7 @@ def _here_alone(line: Replacement) -> Any:
 
     def of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
         here = threading.get_ident() == thread
-        return (functools.partial(new.__func__, cls) if here else getattr(super(line.owner, cls), line.name))(
-            *args, **kwargs
-        )
+        return (partial(new.__func__, cls) if here else getattr(super(line.owner, cls), line.name))(*args, **kwargs)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         return (new if threading.get_ident() == thread else old)(*args, **kwargs)
@@ -482,61 +471,54 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
                     setattr(line.owner, line.name, before)
 
 
-def _data_of(old: Any) -> Callable[[Tensor], Tensor]:
+@replacing
+def _data_of(old: Any, x: Tensor) -> Tensor:
     """What reads `x.data` while a model is traced: of fakes, which no other thread has, as `x.detach()` does."""
-
-    def data(x: Tensor) -> Tensor:
-        return x.detach() if isinstance(x, FakeTensor) else old.__get__(x)
-
-    return data
+    return x.detach() if isinstance(x, FakeTensor) else old.__get__(x)
 
 
-def _set_data(old: Any) -> Callable[[Tensor, Tensor], None]:
+@replacing
+def _set_data(old: Any, x: Tensor, value: Tensor) -> None:
     """What `x.data = value` does while a model is traced."""
-
-    def set_data(x: Tensor, value: Tensor) -> None:
-        source = current_user_line() if isinstance(x, FakeTensor) else None
-        if source is None:
-            old.__set__(x, value)
-        elif x.shape != value.shape or x.dtype != value.dtype:
-            raise CaptureError(
-                f"forward assigns to `.data` of a tensor of {[*x.shape]} ({x.dtype}) one of {[*value.shape]} ({value.dtype})",
-                source=source,
-                fix="keep shape and dtype, or assign between calls",
-            )
-        else:
-            x.detach().copy_(value.detach())
-
-    return set_data
+    source = current_user_line() if isinstance(x, FakeTensor) else None
+    if source is None:
+        old.__set__(x, value)
+    elif x.shape != value.shape or x.dtype != value.dtype:
+        raise CaptureError(
+            f"forward assigns to `.data` of a tensor of {[*x.shape]} ({x.dtype}) one of {[*value.shape]} ({value.dtype})",
+            source=source,
+            fix="keep shape and dtype, or assign between calls",
+        )
+    else:
+        x.detach().copy_(value.detach())
 
 
-def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:
+@replacing
+def _refusing_conversions(
+    model: nn.Module, self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> Any:
     """A `Module._apply` (`.to()`, `.float()`, `.cuda()`) that does nothing where nothing would change, and else raises: eager
     code would change the model's parameters in its first call, for good."""
-
-    def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for module in self.modules() if recurse else [self]:
-            for key, before in (*module._parameters.items(), *module._buffers.items()):
-                if before is None:
-                    continue
-                with _disable_current_modes(), FakeTensorMode():  # the trace would take the result for the parameter
-                    after = function(torch.empty([1] * before.dim(), dtype=before.dtype, device=before.device))
-                if (after.dtype, after.device) == (before.dtype, before.device):
-                    continue
-                names = {m: name for name, m in model.named_modules()}
-                name = f"{names.get(module, '')}.{key}".lstrip(".")
-                was, made = str(before.dtype), str(after.dtype)
-                if was == made:
-                    was, made = repr(str(before.device)), repr(str(after.device))
-                raise CaptureError(
-                    f"forward converts a module: {name} is {was}, and would be {made} from the first call on",
-                    module=names.get(self, ""),
-                    source=current_user_line(),
-                    fix=f'convert it before: model.get_submodule("{names.get(self, "")}").to({made})',
-                )
-        return self
-
-    return apply
+    for module in self.modules() if recurse else [self]:
+        for key, before in (*module._parameters.items(), *module._buffers.items()):
+            if before is None:
+                continue
+            with _disable_current_modes(), FakeTensorMode():  # the trace would take the result for the parameter
+                after = function(torch.empty([1] * before.dim(), dtype=before.dtype, device=before.device))
+            if (after.dtype, after.device) == (before.dtype, before.device):
+                continue
+            names = {m: name for name, m in model.named_modules()}
+            name = f"{names.get(module, '')}.{key}".lstrip(".")
+            was, made = str(before.dtype), str(after.dtype)
+            if was == made:
+                was, made = repr(str(before.device)), repr(str(after.device))
+            raise CaptureError(
+                f"forward converts a module: {name} is {was}, and would be {made} from the first call on",
+                module=names.get(self, ""),
+                source=current_user_line(),
+                fix=f'convert it before: model.get_submodule("{names.get(self, "")}").to({made})',
+            )
+    return self
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ from megafx.ir.python_state import (
     states_differ,
 )
 from megafx.ir.source_lines import frame_behind, is_installed, line_of
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
 
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
@@ -395,18 +396,15 @@ class Reads:
             return
         self.patched[cls] = old
 
-    def environment(self, plain: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+    @replacing
+    def environment(self, plain: Callable[[Any, str], str], environ: Any, name: str) -> str:
         """An `os.environ.__getitem__` that notes what code of the user or of a model library asks for."""
-
-        def read(environ: Any, name: str) -> str:
-            # past what makes it this thread's (prepare.py)
-            frame = frame_behind(sys._getframe(2), OF_ENVIRON.__contains__)
-            if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
-                place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
-                self.places.setdefault((id(ENVIRONMENT), name), place)
-            return plain(environ, name)
-
-        return read
+        # past what makes it this thread's (prepare.py)
+        frame = frame_behind(sys._getframe(2), OF_ENVIRON.__contains__)
+        if self.on and frame is not None and is_looked_at(frame.f_code.co_filename):
+            place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
+            self.places.setdefault((id(ENVIRONMENT), name), place)
+        return plain(environ, name)
 
     def has_read(self, holder: Any, key: Any) -> bool:
         """True if code has read (or assigned to) what an object holds under a key, or might have."""

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.program import located
 from megafx.ir.source_lines import current_user_line
+from megafx.meanwhile import replacing
 from megafx.ops.eager_probes import eager_call_of
 
 _library = torch.library.Library("megafx", "FRAGMENT")
@@ -66,52 +67,45 @@ class _Hook(nn.Module):
 _hooks: list[_Hook] = []  # graphs hold weak references
 
 
-def register_hook(note: Callable[[str], None], old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def register_hook(
+    note: Callable[[str], None], old: Callable[..., Any], value: Tensor, function: Callable[[Tensor], Any]
+) -> Any:
     """What replaces `Tensor.register_hook` while a model is traced."""
-
-    def register(value: Tensor, function: Callable[[Tensor], Any]) -> Any:
-        if not isinstance(value, FakeTensor) or not value.requires_grad:
-            return old(value, function)
-        source = current_user_line()
-        if any(isinstance(x, FakeTensor) for x in _held(function)):
-            raise CaptureError(
-                "a hook on a value computes with a tensor that forward has made: it would keep that of the trace",
-                source=source,
-                fix="let the hook use numbers, or tensors that it reads from the module; or write a torch.autograd.Function "
-                "that takes the tensor",
-            )
-        _hooks.append(_Hook(function))
-        torch.ops.megafx.hooked(value, eager_call_of(_hooks[-1], "a hook on a value", (value,)))
-        note(f"{source}: the hook runs in each backward, on the whole gradient on every rank")
-        return _hooks[-1]
-
-    return register
+    if not isinstance(value, FakeTensor) or not value.requires_grad:
+        return old(value, function)
+    source = current_user_line()
+    if any(isinstance(x, FakeTensor) for x in _held(function)):
+        raise CaptureError(
+            "a hook on a value computes with a tensor that forward has made: it would keep that of the trace",
+            source=source,
+            fix="let the hook use numbers, or tensors that it reads from the module; or write a torch.autograd.Function "
+            "that takes the tensor",
+        )
+    _hooks.append(_Hook(function))
+    torch.ops.megafx.hooked(value, eager_call_of(_hooks[-1], "a hook on a value", (value,)))
+    note(f"{source}: the hook runs in each backward, on the whole gradient on every rank")
+    return _hooks[-1]
 
 
-def retain_grad(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def retain_grad(old: Callable[..., Any], value: Tensor) -> None:
     """What replaces `Tensor.retain_grad` while a model is traced."""
-
-    def retain(value: Tensor) -> None:
-        if isinstance(value, FakeTensor) and value.requires_grad and not value.is_leaf:
-            raise CaptureError(
-                "retain_grad() on a value inside of forward: a graph keeps no gradient of it",
-                source=current_user_line(),
-                fix="take the gradient by a hook: value.register_hook(self.keep), where keep(self, grad) stores it",
-            )
-        old(value)
-
-    return retain
+    if isinstance(value, FakeTensor) and value.requires_grad and not value.is_leaf:
+        raise CaptureError(
+            "retain_grad() on a value inside of forward: a graph keeps no gradient of it",
+            source=current_user_line(),
+            fix="take the gradient by a hook: value.register_hook(self.keep), where keep(self, grad) stores it",
+        )
+    old(value)
 
 
-def no_gradients(old: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def no_gradients(old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What replaces `torch.autograd.grad`, `torch.autograd.backward` and `Tensor.backward` while a model is traced."""
-
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
-            raise gradient_in_forward(current_user_line())
-        return old(*args, **kwargs)
-
-    return differentiate
+    if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
+        raise gradient_in_forward(current_user_line())
+    return old(*args, **kwargs)
 
 
 def gradient_in_forward(source: SourceLine | None, or_else: str = "") -> CaptureError:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.python_state import ABSENT
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import Constant, DataSize, EagerCall, ResultSize, Size, as_node, differentiable, size_leaf
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
@@ -86,20 +87,17 @@ class LeftEager:
         self.module, self.fqn, self.calls, self.sets, self.probes = module, fqn, 0, sets, probes
         self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
 
-    def call_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @replacing
+    def call_for(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What a call of the module is while a model is traced. Its hooks run in the node."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            replaced = vars(self.module).pop("_call_impl")
-            try:
-                with noting_sets([self.module], self.sets, self.fqn):
-                    call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs, self.probes)
-            finally:
-                vars(self.module)["_call_impl"] = replaced
-            self.calls += 1
-            return as_node(call, tensors)
-
-        return called
+        replaced = vars(self.module).pop("_call_impl")
+        try:
+            with noting_sets([self.module], self.sets, self.fqn):
+                call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs, self.probes)
+        finally:
+            vars(self.module)["_call_impl"] = replaced
+        self.calls += 1
+        return as_node(call, tensors)
 
     def note(self, whole: int) -> str:
         """What was left eager. whole: the number of the model's parameters."""

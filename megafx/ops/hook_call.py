@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from megafx.errors import CaptureError, UsageError
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import Constant, EagerCall, Order, ResultSize, as_node, differentiable, leaf_value, size_leaf
 from megafx.ops.tapes import current
 
@@ -249,34 +250,31 @@ class Around:
         self.hooks = [[(n, h) for n, h in table if identity(h) in traced] for table in tables]
         self.always = always
 
-    def call_for(self, original: Any) -> Any:
+    @replacing
+    def call_for(self, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What replaces the module's `_call_impl`."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            pair, module, segment = next(_pairs), self.module, 0
-            for i, step in enumerate(self.before.steps):
-                if step is None:
-                    last = i == len(self.before.steps) - 1
-                    given = (args, kwargs if self.before.kwargs else {})
-                    args, changed = self._node(True, pair, given, segment, last)
-                    kwargs = changed if self.before.kwargs else kwargs
-                    continue
-                number, hook = self.hooks[0][segment]
-                segment += 1
-                args, kwargs = _arguments(module, number, hook, args, kwargs)
-            output, segment = original(*args, **kwargs), 0
-            for i, step in enumerate(self.behind.steps):
-                if step is None:
-                    last = i == len(self.behind.steps) - 1
-                    known = (args if self.behind.reads else (), kwargs if self.behind.kwargs else {}, output)
-                    output = self._node(False, pair, known, segment, last)
-                    continue
-                number, hook = self.hooks[1][segment]
-                segment += 1
-                output = _output(module, number, hook, args, kwargs, output)
-            return output
-
-        return called
+        pair, module, segment = next(_pairs), self.module, 0
+        for i, step in enumerate(self.before.steps):
+            if step is None:
+                last = i == len(self.before.steps) - 1
+                given = (args, kwargs if self.before.kwargs else {})
+                args, changed = self._node(True, pair, given, segment, last)
+                kwargs = changed if self.before.kwargs else kwargs
+                continue
+            number, hook = self.hooks[0][segment]
+            segment += 1
+            args, kwargs = _arguments(module, number, hook, args, kwargs)
+        output, segment = original(*args, **kwargs), 0
+        for i, step in enumerate(self.behind.steps):
+            if step is None:
+                last = i == len(self.behind.steps) - 1
+                known = (args if self.behind.reads else (), kwargs if self.behind.kwargs else {}, output)
+                output = self._node(False, pair, known, segment, last)
+                continue
+            number, hook = self.hooks[1][segment]
+            segment += 1
+            output = _output(module, number, hook, args, kwargs, output)
+        return output
 
     def _node(self, before: bool, pair: int, given: tuple[Any, ...], segment: int, last: bool) -> Any:
         leaves, spec = pytree.tree_flatten(given)

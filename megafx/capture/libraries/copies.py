@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megafx.capture.like_layers import AroundForward
 from megafx.capture.reads import Reads
+from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
 
 
@@ -23,35 +24,29 @@ def copying(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
     """(owner, name, its replacement in a trace, why)."""
     runs = lambda: reads.on and not in_eager_code()
 
-    def deep(old: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def deepcopy(x: Tensor, memo: dict[int, Any]) -> Tensor:
-            if not runs() or (x.requires_grad and not x.is_leaf):  # which torch refuses
-                return old(x, memo)
-            if id(x) not in memo:
-                memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-            found: Tensor = memo[id(x)]
-            return found
+    @replacing
+    def deep(old: Callable[..., Tensor], x: Tensor, memo: dict[int, Any]) -> Tensor:
+        if not runs() or (x.requires_grad and not x.is_leaf):  # which torch refuses
+            return old(x, memo)
+        if id(x) not in memo:
+            memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        found: Tensor = memo[id(x)]
+        return found
 
-        return deepcopy
+    @replacing
+    def shallow(old: Callable[..., Any], x: Tensor, protocol: Any) -> Any:
+        of_copy = sys._getframe(2).f_code.co_filename == copy.__file__  # past what makes it this thread's
+        return (_detached, (x, x.requires_grad)) if of_copy and runs() else old(x, protocol)
 
-    def shallow(old: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(x: Tensor, protocol: Any) -> Any:
-            of_copy = sys._getframe(2).f_code.co_filename == copy.__file__  # past what makes it this thread's
-            return (_detached, (x, x.requires_grad)) if of_copy and runs() else old(x, protocol)
-
-        return reduce
-
-    def noting(old: Callable[..., Any]) -> Callable[..., Any]:
-        def reconstruct(x: Any, *args: Any, **kwargs: Any) -> Any:
-            for name in [*vars(x)] if runs() and hasattr(x, "__dict__") else ():
-                getattr(x, name)  # which is noted
-            made = old(x, *args, **kwargs)
-            if runs() and isinstance(made, nn.Module) and isinstance(vars(x).get("forward"), AroundForward):
-                own = vars(made).pop("forward").replaced  # the copy has no shards, and is called in this trace alone
-                vars(made).update({} if own is None else {"forward": own})
-            return made
-
-        return reconstruct
+    @replacing
+    def noting(old: Callable[..., Any], /, x: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in [*vars(x)] if runs() and hasattr(x, "__dict__") else ():
+            getattr(x, name)  # which is noted
+        made = old(x, *args, **kwargs)
+        if runs() and isinstance(made, nn.Module) and isinstance(vars(x).get("forward"), AroundForward):
+            own = vars(made).pop("forward").replaced  # the copy has no shards, and is called in this trace alone
+            vars(made).update({} if own is None else {"forward": own})
+        return made
 
     why = "a copy of a tensor of a trace has no memory of its own"
     table = [(kind, "__deepcopy__", deep, why) for kind in (Tensor, nn.Parameter)]
