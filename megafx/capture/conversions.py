@@ -198,23 +198,9 @@ def of_numbers(name: str, old: Callable[..., Any], /, *args: Any, **kwargs: Any)
 _TORCH = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "tanh", "atan", "erf")
 MATH = (
     *_TORCH,
-    *(
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "copysign",
-        "cosh",
-        "degrees",
-        "erfc",
-        "exp2",
-        "fabs",
-        "fmod",
-    ),
-    *("gamma", "hypot", "isclose", "isfinite", "isinf", "isnan", "lgamma", "pow", "radians", "remainder", "sinh"),
+    *("acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "copysign", "cosh", "degrees", "erfc", "exp2"),
+    *("fabs", "fmod", "gamma", "hypot", "isclose", "isfinite", "isinf", "isnan", "lgamma", "pow", "radians"),
+    *("remainder", "sinh"),
 )
 
 

@@ -83,12 +83,11 @@ def hooks_of(
     module: nn.Module,
     fqn: str,
     *,
-    of_everything: bool = True,
     storing: Collection[Hashable] = (),
     read: Collection[str] = (),
     own: Own = Own(),  # noqa: B008  a constant
 ) -> Hooks | None:
-    """The hooks on a module, those on all modules included (of_everything); None where there are none.
+    """The hooks on a module, those on all modules included; None where there are none.
 
     own: of the model.
     storing: identities of those that store what forward reads. read: names in the code of the model: hooks that may store
@@ -96,9 +95,7 @@ def hooks_of(
     """
     tables: dict[str, dict[int, Any]] = {}
     for name in HOOK_TABLES:
-        tables[name] = dict(vars(module).get(name, {}))
-        if of_everything:
-            tables[name] = {**getattr(of_all, f"_global{name}"), **tables[name]}
+        tables[name] = {**getattr(of_all, f"_global{name}"), **vars(module).get(name, {})}
     if not any(tables.values()):
         return None
     flag = vars(module).get("_is_full_backward_hook") if vars(module).get("_backward_hooks") else None
@@ -228,6 +225,11 @@ def _is_traced(hook: Any) -> bool:
     return any(name.startswith(_TRACED) for name in modules) or _only_computes(hook)
 
 
+# Names of instructions, or how they begin.
+_STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SLICE", "DELETE_", "IMPORT_")
+_BRANCHES = ("FOR_ITEM", "FOR_ITER", "YIELD_VALUE", "MAKE_FUNCTION", "RAISE_VARARGS", "LOAD_DEREF")
+
+
 def _only_computes(hook: Any) -> bool:
     """True if a hook is a function that reads nothing but its arguments, has no branch, and only calls torch."""
     function = hook
@@ -236,18 +238,7 @@ def _only_computes(hook: Any) -> bool:
     code = function.__code__
     for each in dis.get_instructions(code):
         name = each.opname
-        if name.startswith(
-            ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SLICE", "DELETE_", "IMPORT_")
-        ):
-            return False
-        if "JUMP" in name or name in (
-            "FOR_ITEM",
-            "FOR_ITER",
-            "YIELD_VALUE",
-            "MAKE_FUNCTION",
-            "RAISE_VARARGS",
-            "LOAD_DEREF",
-        ):
+        if "JUMP" in name or name in _BRANCHES or name.startswith(_STORES):
             return False
         if name == "LOAD_GLOBAL" and each.argval != "torch" and each.argval != "F":
             return False
