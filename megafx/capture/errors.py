@@ -29,6 +29,7 @@ from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_parts import functions_of
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import user_name
+from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import frames_of, is_user_file
 from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
@@ -196,13 +197,13 @@ _OF_NN = (os.path.dirname(torch.nn.__file__) + os.sep, torch._ops.__file__)  # o
 
 
 def refuse_leaves(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise for arguments that are no tensor, number or string. named: (name, one of them)."""
+    """Raise for arguments that are no tensor and no plain value. named: (name, one of them)."""
     for name, value in named:
         if not isinstance(value, LEAVES):
             raise _unsupported(name, value)
 
 
-LEAVES = (type(None), torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
+LEAVES = (torch.Tensor, enum.Enum, torch.memory_format, torch.layout, *PLAIN)
 
 
 def _unsupported(name: str, value: Any) -> CaptureError:
@@ -210,8 +211,6 @@ def _unsupported(name: str, value: Any) -> CaptureError:
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
     if kind.__module__ == "numpy":
         fix = f"pass torch.as_tensor({user_name(name)}), and let forward compute with functions of torch"
-    elif isinstance(value, enum.Enum):
-        fix = "pass its value or its name"
     elif callable(value):
         fix = "set it as an attribute of the model, which forward reads and calls; or call it on what the model returns"
     if "Cache" in kind.__name__:

@@ -62,6 +62,7 @@ from megafx.ops.eager_call import matching
 from megafx.ops.eager_probes import forget_made_up, refuse_made_up
 from megafx.progress import stage
 
+_OF_EXPORT = (type(None), bool, int, float, str)  # constants that torch.export takes
 _GREATEST = 2**31 - 1  # a dim without an upper bound
 
 
@@ -392,6 +393,8 @@ class _Capture:
         self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
         self.root.names = [name for name, _ in self.leaves]
         self.root.same = same_tensors([value for _, value in self.leaves], self.followed.compared)
+        constants = ((i, x) for i, (name, x) in enumerate(self.leaves) if not self._enters(name, x))
+        self.root.constants = {i: x for i, x in constants if type(x) not in _OF_EXPORT}
         self.root.numbers = frozenset(n for n, value in self.given if not isinstance(value, torch.Tensor))
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         self.dims.names = [*self.given_dims, *({} for _ in tensors)]
@@ -529,7 +532,7 @@ class _Capture:
         specs = enumerate(self.dims.specs(automatic=mode == "automatic"))
         leaves: list[Any] = []
         dynamic: list[Any] = []
-        for name, value in self.leaves:
+        for place, (name, value) in enumerate(self.leaves):
             if isinstance(value, torch.Tensor):
                 index, spec = next(specs)
                 shape = self.dims.shape(index, value, sizes)
@@ -541,7 +544,7 @@ class _Capture:
                     leaves.append(torch.empty((), dtype=dtype, device=self.device))
                 dynamic.append({})
             else:
-                leaves.append(value)
+                leaves.append(None if place in self.root.constants else value)
                 dynamic.append(None)
         return pytree.tree_unflatten(leaves, self.in_spec), plain_lists(pytree.tree_unflatten(dynamic, self.in_spec))
 

@@ -45,6 +45,7 @@ class ExportedCall(nn.Module):
         self.values: CallValues | None = None
         self.names: list[str] = []  # of the leaves of a call
         self.same: dict[int, int] = {}  # `same_tensors` of them
+        self.constants: dict[int, Any] = {}  # place of a leaf -> what it is, where torch.export would not take it
         self.under_no_grad = False
         self.numbers: frozenset[str] = frozenset()  # of those that are numbers
 
@@ -59,8 +60,9 @@ class ExportedCall(nn.Module):
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches, self.order.last, self.order.count = Revived(), None, 0
             entering, spec = pytree.tree_flatten((args, kwargs, loss_inputs, state))
-            if self.same:
+            if self.same or self.constants:
                 entering = [entering[self.same.get(i, i)] for i in range(len(entering))]
+                entering = [self.constants.get(i, x) for i, x in enumerate(entering)]
                 args, kwargs, loss_inputs, state = pytree.tree_unflatten(entering, spec)
             tensors = {n: x for n, x in zip(self.names, entering, strict=True) if isinstance(x, torch.Tensor)}
             versions = {name: x._version for name, x in tensors.items()}

@@ -7,6 +7,7 @@ those that a graph is specialised on, and the Python state that forward read (ir
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import inspect
 import math
@@ -183,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, enum.Enum))
 
 
 def exact(number: Any) -> Hashable:
@@ -196,7 +197,7 @@ def _leaf_kind(value: Any, grad: bool) -> Hashable:
         where = value.placement if isinstance(value, CacheShard) else None
         of = of_parameters(value)
         return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where, of
-    return type(value), value
+    return type(value), repr(value) if isinstance(value, slice) else value  # Python 3.11 has no hash of it
 
 
 @dataclass
@@ -283,7 +284,7 @@ def describe(
     """What a key holds, in lines that ranks compare, where they may have other devices than one another. params: by FQN."""
     named = list(zip(call.names(), call.leaves, strict=True))
     tensors = {n: v for n, v in named if isinstance(v, torch.Tensor)}
-    values = [(n, v) for n, v in named if n not in tensors]
+    values = [(n, v.type if isinstance(v, torch.device) else v) for n, v in named if n not in tensors]
     kinds = [(n, v.dtype, v.dim(), v.device.type, getattr(v, "placement", None)) for n, v in tensors.items()]
     training, cached = module_state(modules, configs)
     autocast = " and ".join(
