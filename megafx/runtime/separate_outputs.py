@@ -73,5 +73,5 @@ class _Watched(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]  # of this function alone
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient

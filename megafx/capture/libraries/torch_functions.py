@@ -193,7 +193,8 @@ def _histogram(x: Tensor, bins: Tensor | int, **options: Any) -> Any:
         counts = ResultSize(sympy.Integer(bins.shape[0] - 1), ())
     else:
         counts, edges = (ResultSize(sympy.Integer(n), ()) for n in (bins, bins + 1))
-    return torch.return_types.histogram((_Result(x.dtype, (counts,)), _Result(x.dtype, (edges,))))
+    found: Any = (_Result(x.dtype, (counts,)), _Result(x.dtype, (edges,)))  # in place of tensors
+    return torch.return_types.histogram(found)
 
 
 _RESULTS: dict[str, Callable[..., Any]] = {
@@ -206,8 +207,10 @@ _RESULTS: dict[str, Callable[..., Any]] = {
 
 # -- for one size
 
-_WITH_INDEX = ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
-_WITH_INDEX += ("index_reduce", "index_reduce_")
+_WITH_INDEX = (
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    *("index_reduce", "index_reduce_"),
+)
 
 
 def _for_the_index(*args: Any, **kwargs: Any) -> None:
