@@ -35,7 +35,7 @@ def data_parallel_ranks_keep_casts_of_weights() -> str:
     said, of_forms = [], []
     for form in ("zero1", "fsdp"):
         losses: list[list[Tensor]] = []
-        for keeps in (True, False):
+        for keeps in (True, False) if form == "fsdp" else (True,):  # the other form has its numbers
             torch.manual_seed(0)
             options = {"data_parallel": form, "data_parallel_size": 2, "micro_batch_size": 1, **EVERY}
             model = megafx.parallelize(Model(50, 1).double(), config(t=1, **options))
