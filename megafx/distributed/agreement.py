@@ -209,15 +209,15 @@ def check_inputs(
         )
 
 
-def check_results(fqn: str, results: Sequence[torch.Tensor], step: int, group: dist.ProcessGroup | None) -> None:
-    """Raise AgreementError on every rank unless all have the same results of a module that is left eager. The last bits of
-    floating numbers may differ: libraries of linear algebra compute otherwise where memory begins at another address."""
+def check_results(fqn: str, results: Sequence[torch.Tensor], step: int, group: dist.ProcessGroup | None) -> bool:
+    """Raise AgreementError on every rank unless all have the same results of a module that is left eager; True if the last bits
+    of floating numbers differ. Sums in no fixed order do that, and linear algebra where memory begins at another address."""
     if not results:
-        return
+        return False
     hashes = _gather_hashes(results, group)
     other = [x for i, x in enumerate(results) if bool((hashes[:, i] != hashes[0, i]).any())]
     if not other:
-        return
+        return False
     shapes = _gather_hashes([torch.tensor([*x.shape], device=x.device) for x in other], group)
     alike = bool((shapes == shapes[0]).all()) and all(x.is_floating_point() for x in other)
     if not alike or any(on_any_rank([_is_far(x, group) for x in other], other[0].device, group)):
@@ -225,12 +225,20 @@ def check_results(fqn: str, results: Sequence[torch.Tensor], step: int, group: d
             f"call {step}: what '{fqn}' returns, a module that is left eager, is not the same on all tensor-parallel ranks",
             fix="let its code depend on nothing but its inputs: no torch.Generator of its own, clock, file or rank",
         )
+    return True
+
+
+def of_first_rank(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Rank 0's values, in memory of their own. Collective."""
+    found = [x.contiguous().clone() for x in values]
+    for x in found:
+        dist.broadcast(x, group_src=0, group=group)
+    return found
 
 
 def _is_far(x: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """True if this rank's values are others than rank 0's, by more than rounding. Collective."""
-    first = x.contiguous().clone()
-    dist.broadcast(first, group_src=0, group=group)
+    (first,) = of_first_rank([x], group)
     tolerance = torch.finfo(x.dtype).eps ** 0.5
     largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if x.numel() else 0.0
     return not torch.allclose(x, first, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

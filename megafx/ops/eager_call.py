@@ -323,8 +323,8 @@ def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, o
         given = {x.untyped_storage().data_ptr() for x in tensors}
         results = [x.detach().contiguous() for x in results]
         own = [x.clone() if call.copies or x.untyped_storage().data_ptr() in given else x for x in results]
-    if run.compare is not None and not call.copies:
-        run.compare(call.fqn, own)
+    if run.agree is not None and not call.copies:
+        own = run.agree(call.fqn, own, True)
     return [torch.zeros((), dtype=torch.int64), handle, *own]
 
 
@@ -335,12 +335,14 @@ def _same(a: Any, b: Any) -> bool:
 def _backward(
     grads: list[Tensor], of: list[int], wanted: list[int], tensors: list[Tensor], handle: Tensor, key: str
 ) -> list[Tensor]:
-    run = tapes.current()
+    call, run = _calls[key], tapes.current()
     given_to = [(i, g) for i, g in zip(of, grads, strict=True) if run.comes_to(key, i)]
     found = tapes.gradients(handle, [g for _, g in given_to], [i for i, _ in given_to], wanted)
     run.used[key] = {i for i, g in zip(wanted, found, strict=True) if g is not None}
     given = {x.untyped_storage().data_ptr() for x in grads}
     made = [torch.zeros_like(tensors[i]) if g is None else g.detach() for i, g in zip(wanted, found, strict=True)]
+    if run.agree is not None and not call.copies:
+        made = run.agree(call.fqn, made, False)
     return [x.contiguous().clone() if x.untyped_storage().data_ptr() in given else x.contiguous() for x in made]
 
 

@@ -76,8 +76,8 @@ class Running:
     used: dict[str, set[int]] = field(default_factory=dict)
     # what has begun, and is called where the run fails (hook_call.py)
     open: dict[Any, Any] = field(default_factory=dict)
-    # (FQN, results): raises where ranks have other results of a module that is left eager
-    compare: Callable[[str, Sequence[Tensor]], None] | None = None
+    # (FQN, results or gradients of a module that is left eager, whether results) -> those of all ranks
+    agree: Callable[[str, list[Tensor], bool], list[Tensor]] | None = None
     writes: bool = False  # whether modules that are left eager change their own buffers
     read: frozenset[str] = frozenset()  # FQNs of those that the graph reads
     wrote: list[str] = field(default_factory=list)  # of those that were changed

@@ -165,10 +165,8 @@ class BoundGraph:
         self.reached = program.reached or Reached({}, {})
         sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
         gradients = {o.name: x for o, x in zip(program.outputs, results, strict=True) if o.kind == "gradient"}
-        known = [
-            s if program.reached else gradients[program.inputs[i].name]
-            for s, i in zip(sources, compiled.wrt, strict=True)
-        ]
+        pairs = zip(sources, compiled.wrt, strict=True)
+        known = [s if program.reached else gradients[program.inputs[i].name] for s, i in pairs]
         # Inputs of which nothing differentiable is made (`state.detach()` in forward): their history is none of the outputs'.
         self.without_edge = {i for i, x in zip(compiled.wrt, known, strict=True) if i not in self.slot_of and not x}
         users = {i: (o.name, self._users(o.name)) for i, o in enumerate(self.outputs)}
@@ -187,11 +185,18 @@ class BoundGraph:
         )
 
     def running(self) -> Running:
-        """For one run. On the first calls ranks compare what code that is not captured returns."""
-        state = self.state
-        compared = self.tapes and self.ranks > 1 and state.step <= agreement.CHECKED_FIRST
-        compare = lambda fqn, results: agreement.check_results(fqn, results, state.step - 1, state.group)
-        return Running(ranks=self.ranks, compare=compare if compared else None, writes=True, read=self.buffers_read)
+        """For one run. On the first calls ranks compare what code that is not captured returns. Where its last bits differ, all
+        take rank 0's from then on, and rank 0's gradients."""
+        state, step = self.state, self.state.step
+        compared = self.tapes and self.ranks > 1 and step <= agreement.CHECKED_FIRST
+
+        def agree(fqn: str, values: list[torch.Tensor], results: bool) -> list[torch.Tensor]:
+            if compared and results and agreement.check_results(fqn, values, step - 1, state.group):
+                state.round_as_first(fqn)
+            return agreement.of_first_rank(values, state.group) if fqn in state.rounded else values
+
+        wanted = agree if compared or state.rounded else None
+        return Running(ranks=self.ranks, agree=wanted, writes=True, read=self.buffers_read)
 
     def fits(self, call: Call) -> bool:
         """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for

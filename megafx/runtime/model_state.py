@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from megafx.errors import UsageError
 from megafx.planner.hardware import Hardware
 from megafx.runtime.held_gradients import HeldGradients
 from megafx.runtime.keys import Call
+
+logger = logging.getLogger("megafx")
 
 
 class Compared(Protocol):
@@ -44,7 +47,17 @@ class ModelState:
     step: int = 0
     boards: Boards | None = None  # once a call was made
     steps: Steps = field(default_factory=Steps)
+    rounded: set[str] = field(default_factory=set)  # FQNs of modules left eager, whose results ranks round differently
     drawn: torch.Tensor | None = None  # the seed of all calls of a step, while one is made of several (pipelining.py)
+
+    def round_as_first(self, fqn: str) -> None:
+        """From now on ranks take rank 0's results of a module that is left eager, and say so."""
+        if fqn not in self.rounded and self.boards is not None:
+            logger.warning(
+                "what '%s' returns, a module that is left eager, differs in its last bits between ranks: rank 0 sends its "
+                "results and gradients to the others in each call", fqn,
+            )  # fmt: skip
+        self.rounded.add(fqn)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import PromoteCasts, check, config, gradients, near, same_gradients
 from structures import IDS, LABELS, RIGHT, STRUCTURES, llama
-from torch import nn
+from torch import Tensor, nn
 
 import megafx
 
@@ -164,3 +164,34 @@ def experts_that_take_their_tokens_by_index() -> str:
             result["loss"].backward()
     assert model.megafx.captures == 1
     return same_gradients(model, gradients(plain))
+
+
+class Rounds(nn.Module):
+    """Rounds otherwise on each rank, as sums in no fixed order do. Its values decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * (1 + 1e-13 * dist.get_rank()) if bool(x.abs().sum() > 0) else x
+
+
+@check(2)
+def a_module_left_eager_that_rounds_by_rank() -> str:
+    """All ranks compute with rank 0's results and gradients, in the first calls and later, so that weights stay alike."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), Rounds(), nn.Linear(6, 6)).double()
+    model = megafx.parallelize(plain, config(eager_modules=["1"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(6):
+        x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        own = [loss.detach(), model[1].scale.grad]
+        first = [value.clone() for value in own]
+        for value in first:
+            dist.broadcast(value, 0)
+        assert all(torch.equal(a, b) for a, b in zip(own, first, strict=True)), step
+        optimizer.step(), optimizer.zero_grad()
+    return "the same bits on both ranks in six steps"
