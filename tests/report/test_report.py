@@ -461,7 +461,7 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     assert len({s.node for part in back for s in part.segments if s.lane == SEND}) == sum(wanted)
 
     call, settled = Call.of(inputs, {}), Settled()
-    settle(call, lambda training: program.copy(), CompileContext(config, 2, hardware), settled)
+    settle(call, lambda training: program.copy(), CompileContext(config, 2, hardware), settled, True)
     assert settled.plan is not None and settled.plan.report is not None
     assert _backward_all_reduces(settled.plan.report.costed) == sum(wanted)
     assert settled.plan.cost_us == plan.cost_us
