@@ -203,7 +203,7 @@ _OF_MODELS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name 
 @dataclass(frozen=True)
 class Warned:
     """A warning of forward. module: name of the module that holds the line; shown: what that module has warned of. category:
-    None where the line prints or logs, of which the logger "megafx" is told once."""
+    None where the line prints or logs: the logger "megafx" says so, once."""
 
     text: str
     category: type[Warning] | None

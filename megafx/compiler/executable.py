@@ -165,6 +165,7 @@ class Executable:
         self._ran: set[str] = set()
         self._compiling: dict[str, list[Compiling]] = {}
         self._forward: Callable[..., Any] = compiled_graph(parts.forward)
+        self._kept_outputs: list[int] | None = None  # outputs that are kept, too: the same at each call
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward: Callable[[list[Any]], Any] | None = None
         if parts.backward is not None and parts.last_backward is not None:
@@ -235,9 +236,12 @@ class Executable:
         if self.parts.lazy:
             self._postpone(outputs, [*given, *inputs[len(given) :]], list(results[last:]))
         values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
+        if self._kept_outputs is None:
+            kept = set(map(id, values))
+            self._kept_outputs = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and id(x) in kept]
         # The user's tensor leads to the node of the call, which leads to what is kept: a cycle, were they one object.
-        kept = set(map(id, values))
-        outputs = [x.detach() if id(x) in kept and isinstance(x, torch.Tensor) else x for x in outputs]
+        for i in self._kept_outputs:
+            outputs[i] = outputs[i].detach()
         versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
         parts = [(inputs[k], inputs[k]._version, s) for k, s in self._watched_parts if not inputs[k].is_inference()]
         return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated], len(self._given))

@@ -162,8 +162,7 @@ def differing(tensors: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     if not real:
         return []
     mine = _hashes([x for _, x in real])
-    first = mine.clone()
-    dist.broadcast(first, group_src=0, group=group)
+    (first,) = of_first_rank([mine], group)
     differs = (mine != first).to(torch.uint8)
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
     return [n for (n, _), differ in zip(real, differs.tolist(), strict=True) if differ]

@@ -293,12 +293,11 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState, arguments:
         for given, held in zip(caches, result.caches, strict=True):
             _write(held.form, iter(held.tensors.values()), given)
         result = result.output
-
     return _as_the_model_returns(result, own, caches)
 
 
 def _as_the_model_returns(result: Any, own: Mapping[int, torch.Tensor], caches: Sequence[Any]) -> Any:
-    """own: by id, what stands for an argument that was written into."""
+    """The result with the caller's own tensors and caches. own: id of a value -> the argument that forward wrote it into."""
 
     def one(value: Any) -> Any:
         if id(value) in own:

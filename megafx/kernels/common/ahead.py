@@ -119,7 +119,7 @@ def _start(launches: Sequence[Foreseen], threads: int) -> list[Future[None]]:
 
 
 def _keep_launchers_apart() -> None:
-    """Triton up to 3.6 compiles a launcher in C for each signature, and loads it by this function of its own."""
+    """Triton 3.6 compiles a launcher in C for each signature, and loads it by this function; 3.9 has one launcher for all."""
     from triton.runtime import build
 
     load = getattr(build, "_load_module_from_path", None)
