@@ -1,12 +1,12 @@
 """Losses of FP8 beside those of bf16, and how much of the gradients FP8 keeps. One GPU of compute capability 8.9 or higher.
 
-    python benchmarks/fp8_curves.py                  # 12 layers of 768, 86M parameters, 1,000 steps, three seeds of bf16
+    python benchmarks/fp8_curves.py                  # 12 layers of 768, 124M parameters, 1,000 steps, three seeds of bf16
     python benchmarks/fp8_curves.py --tiny           # two small layers on the CPU, a few steps: does it run
 
 All layers in FP8 (`fp8="hybrid"`), tensorwise and rowwise, and tensorwise with the head too, and with inputs of activations
-kept in e4m3, with the first seed's weights and batches. Text: Python's standard library, a byte a token. Printed: the mean loss
-of the last 50 steps of each run, and whether that of FP8 is within the spread of the seeds of bf16: the largest of them minus
-the smallest, on either side of the first seed's.
+kept in e4m3, with the first seed's weights and batches. Text: Python's standard library, a byte a token (of a vocabulary of
+50,304, about GPT-2's). Printed: the mean loss of the last 50 steps of each run, and whether that of FP8 is within the spread of
+the seeds of bf16: the largest of them minus the smallest, on either side of the first seed's.
 
 Then, at the weights that the first run of bf16 ends with, on one batch: the ratio of gradients in fp32 to their difference from
 those of each mode, in dB (SQNR), by kind of weight. 6 dB are a bit of the mantissa.
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt
+from models.gpt import GPT, GPTConfig
 
 import megafx
 
@@ -40,7 +41,9 @@ MODES["stored"] = {**MODES["head"], "activation_func_fp8_input_store": True}
 
 
 def built(mode: str, args: argparse.Namespace, data: Tensor, device: torch.device) -> nn.Module:
-    model = train_gpt.new_model(args, device, 0.0)
+    torch.manual_seed(args.seed)
+    shape = {"vocab_size": args.vocabulary, "n_layer": args.layers, "n_head": args.heads, "n_embd": args.embd}
+    model = GPT(GPTConfig(block_size=args.seq, dropout=0.0, **shape)).to(device, getattr(torch, args.dtype))
     config = megafx.Config(micro_batch_size=args.batch, seq_length=args.seq, **MODES[mode])
     return megafx.parallelize(model, config, example_inputs=next(train_gpt.batches(data, args, device)))
 
@@ -86,9 +89,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    shape = {"batch": 16, "seq": 1024, "layers": 12, "heads": 12, "embd": 768}
+    shape = {"batch": 16, "seq": 1024, "layers": 12, "heads": 12, "embd": 768, "vocabulary": 50304}
     if args.tiny:
-        shape, args.steps, args.seeds = {"batch": 2, "seq": 32, "layers": 2, "heads": 2, "embd": 32}, 3, args.seeds[:2]
+        shape |= {"batch": 2, "seq": 32, "layers": 2, "heads": 2, "embd": 32, "vocabulary": 256}
+        args.steps, args.seeds = 3, args.seeds[:2]
     vars(args).update(shape, dtype="bfloat16", learning_rate=6e-4, warmup=100)
     device = torch.device("cpu" if args.tiny else "cuda")
     data = train_gpt.standard_library()
