@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt
-from models.gpt import GPT, GPTConfig
 
 import megafx
 
@@ -41,9 +40,7 @@ MODES["stored"] = {**MODES["head"], "activation_func_fp8_input_store": True}
 
 
 def built(mode: str, args: argparse.Namespace, data: Tensor, device: torch.device) -> nn.Module:
-    torch.manual_seed(args.seed)
-    shape = {"vocab_size": args.vocabulary, "n_layer": args.layers, "n_head": args.heads, "n_embd": args.embd}
-    model = GPT(GPTConfig(block_size=args.seq, dropout=0.0, **shape)).to(device, getattr(torch, args.dtype))
+    model = train_gpt.new_model(args, device, 0.0, args.vocabulary)
     config = megafx.Config(micro_batch_size=args.batch, seq_length=args.seq, **MODES[mode])
     return megafx.parallelize(model, config, example_inputs=next(train_gpt.batches(data, args, device)))
 

@@ -91,10 +91,10 @@ def rows_of(x: Tensor, config: megafx.Config) -> Tensor:
     return x.chunk(parts)[dist.get_rank() // tensor_ranks] if parts > 1 else x
 
 
-def new_model(args: argparse.Namespace, device: torch.device, dropout: float) -> GPT:
+def new_model(args: argparse.Namespace, device: torch.device, dropout: float, vocab_size: int = 256) -> GPT:
     torch.manual_seed(args.seed)
     shape = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.embd, "block_size": args.seq}
-    return GPT(GPTConfig(dropout=dropout, **shape)).to(device, getattr(torch, args.dtype))
+    return GPT(GPTConfig(vocab_size, dropout=dropout, **shape)).to(device, getattr(torch, args.dtype))
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
