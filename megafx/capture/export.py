@@ -40,7 +40,15 @@ from megafx.capture.libraries.huggingface import part_group, sequence_group
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.messages import Warned
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
-from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
+from megafx.capture.program import (
+    Returned,
+    drop_unread,
+    mark_losses,
+    mark_nodes,
+    name_inputs,
+    name_outputs,
+    refuse_nodes,
+)
 from megafx.capture.small_sizes import listing, writes_in_place
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
@@ -255,7 +263,7 @@ class _Capture:
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     baked: list[str] = field(default_factory=list)  # notes of numbers that are
-    requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
+    returned: Sequence[Returned] = ()  # leaves of what the last trace returned
     trace: Trace = field(init=False)
     in_spec: pytree.TreeSpec = field(init=False)
 
@@ -439,7 +447,7 @@ class _Capture:
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         notes: list[str] = []
         self.root.note = notes.append
-        self.root.returned = functools.partial(setattr, self, "requires_grad")
+        self.root.returned = functools.partial(setattr, self, "returned")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         note = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})
         self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager, notes.append)
@@ -561,7 +569,7 @@ class _Capture:
         inputs, constants = name_inputs(exported, self.root.model, entering)
         refuse_made_up(constants.values())
         forget_made_up()
-        outputs, out_leaves = name_outputs(exported, gm.graph, self.requires_grad)
+        outputs, out_leaves = name_outputs(exported, gm.graph, self.returned)
         number_sizes(gm.graph)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}

@@ -14,16 +14,18 @@ from torch.utils import _pytree as pytree
 from megafx.capture.eager_parts import CallValues
 from megafx.capture.followed import Trace
 from megafx.capture.hooks import without_hooks
+from megafx.capture.host_numbers import HostNumber
 from megafx.capture.libraries.caches import Ordered, Revived, kept
 from megafx.capture.libraries.expert_loops import ExpertLoops
+from megafx.capture.program import Returned
 from megafx.errors import CaptureError
 from megafx.ir.call_spec import ambient_autocast, in_autocast, register_dataclasses
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ops.eager_call import Order
 
 
-def _ignored(requires_grad: list[bool]) -> None:
-    """Nothing is done with it."""
+def _ignored(leaves: Sequence[Returned]) -> None:
+    """Nothing is done with them."""
 
 
 class ExportedCall(nn.Module):
@@ -38,8 +40,7 @@ class ExportedCall(nn.Module):
         self.calls_forward = forward is not None  # and not the hooks around it
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
-        # called with which leaves of the result require gradients
-        self.returned: Callable[[list[bool]], None] = _ignored
+        self.returned: Callable[[Sequence[Returned]], None] = _ignored  # called with the leaves of the result
         self.trace: Trace | None = None
         self.order = Order()
         self.values: CallValues | None = None
@@ -92,8 +93,9 @@ class ExportedCall(nn.Module):
             result = kept(caches.result(result, self.trace.tensors, written))
             if self.order.last is not None:
                 result = Ordered(result, self.order.last)
-            self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
-            return result
+            leaves, spec = pytree.tree_flatten(result)
+            self.returned([Returned.of(x) for x in leaves])
+            return pytree.tree_unflatten([None if isinstance(x, HostNumber) else x for x in leaves], spec)
 
 
 def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any, Any]]:

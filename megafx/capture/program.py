@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.capture.errors import GENERATOR, TRANSFORM
 from megafx.capture.functions import region_of
+from megafx.capture.host_numbers import Compute, HostNumber
 from megafx.capture.libraries.caches import ORDER_KEY, CacheKey, OutputKey
 from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
@@ -128,13 +129,25 @@ def _object_in_graph(node: fx.Node, target: str) -> CaptureError:
     return CaptureError(found, fix=or_leave_eager(fix, module), module=module, source=reader.meta.get(SOURCE))
 
 
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of what the model returned. compute(): its value in a call, where it is a number that forward counts."""
+
+    requires_grad: bool
+    compute: Compute | None
+
+    @staticmethod
+    def of(leaf: Any) -> Returned:
+        return Returned(getattr(leaf, "requires_grad", False), leaf.compute if isinstance(leaf, HostNumber) else None)
+
+
 def name_outputs(
-    exported: ExportedProgram, graph: fx.Graph, requires_grad: Sequence[bool]
+    exported: ExportedProgram, graph: fx.Graph, returned: Sequence[Returned]
 ) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
     """Name the user outputs by their path, and 'output.' before it where a parameter or buffer is named so; constants leave
     the graph. A tensor in several places is one output.
 
-    requires_grad: of each leaf of what the model returned.
+    returned: the leaves of what the model returned.
     """
     node = graph.output_node()
     spec = exported.call_spec.out_spec
@@ -148,7 +161,7 @@ def name_outputs(
     leaves: list[OutputLeaf] = []
     kept: list[fx.Node] = []
     order: Any = None
-    for path, value, needs in zip(paths, values, requires_grad, strict=True):
+    for path, value, leaf in zip(paths, values, returned, strict=True):
         if path and path[-1] == ORDER_KEY:
             leaves.append(OutputLeaf(-1))
             order = value
@@ -163,7 +176,7 @@ def name_outputs(
                 name, written = f"{place.key}{_later(at[0])}" if at else str(place.key), True
             elif name in taken and name != "loss":  # the name that `mark_losses` looks for
                 name = f"output.{name}"
-            found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
+            found = Output("user", name, cache=in_cache, requires_grad=leaf.requires_grad, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
             if same is not None and found.name == "loss":
                 outputs[same] = found
@@ -171,6 +184,8 @@ def name_outputs(
             if same is None:
                 outputs.append(found)
                 kept.append(value)
+        elif leaf.compute is not None:
+            leaves.append(OutputLeaf(-1, ("host", leaf.compute), True))
         else:
             leaves.append(OutputLeaf(-1, value))
     if order is not None:

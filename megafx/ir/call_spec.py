@@ -83,8 +83,8 @@ FUNCTION_NAMES = {function: name for name, function in FUNCTIONS.items()}
 class OutputLeaf:
     """One leaf of the model's output: element `index` of the graph's user outputs, or (index < 0) the constant `value`.
 
-    number: the value says how a number of tensors' data is computed: ("of", index of the user output that holds it),
-    ("is", constant) or ("call", name of a function in FUNCTIONS, of such, ...).
+    number: the value says how a number is computed: ("of", index of the user output that holds it), ("is", constant),
+    ("call", name of a function in FUNCTIONS, of such, ...), or ("host", () -> one that forward counts, before `give`).
     """
 
     index: int
@@ -103,6 +103,8 @@ def _number(form: tuple[Any, ...], outputs: Sequence[Any]) -> Any:
     if kind == "of":
         value = outputs[rest[0]]
         return value.item() if isinstance(value, torch.Tensor) else value
+    if kind == "host":
+        return rest[0]()
     return rest[0] if kind == "is" else FUNCTIONS[rest[0]](*(_number(each, outputs) for each in rest[1:]))
 
 

@@ -357,3 +357,25 @@ def factors_that_forward_counts(loop: Loop) -> None:
 def numbers_that_forward_counts_and_torch_wants_as_numbers(loop: Loop) -> None:
     _trains(loop, lambda y, n, mean: F.dropout(F.leaky_relu(y, 1 / n), 0.0 * n) + F.huber_loss(y, y * 0, delta=1 / n))
     _trains(loop, lambda y, n, mean: F.cross_entropy(y, torch.arange(4) % 5, label_smoothing=0.1 / n) + F.elu(y, 1 / n))
+
+
+@situation("https://github.com/fungtion/DANN/blob/master/train/main.py")
+def numbers_that_forward_counts_are_returned(loop: Loop) -> None:
+    """The weight of a domain loss, as its papers have it, beside the loss: in a tuple, a dict, a dataclass. One graph."""
+
+    def returned(m: Any, h: Tensor, y: Tensor) -> Any:
+        old, weight = m.calls, 2 / (1 + math.exp(-10 * m.calls / 100)) - 1
+        m.calls += 1
+        result = Result(F.cross_entropy(h, y) * (1 + weight), round(weight / 3, 2), [old, m.calls], Kind.TRAINING)
+        return result, weight, {"log": (-old, m.calls // 2)}
+
+    model = Net(returned)
+    model.calls = 0
+    model = loop.model(model)
+    for calls in (1, 2, 3, 8, 9):
+        result, weight, logs = model(torch.randn(4, 7), torch.randint(0, 5, (4,)))
+        result.loss.backward()
+        loop.see(result=[*vars(result).values()], weight=weight, logs=logs, kind=type(weight).__name__)
+        model.calls = 7 if calls == 3 else model.calls
+    loop.see_gradients(model)
+    assert loop.eager or model.megafx.captures == 1
