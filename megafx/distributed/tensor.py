@@ -92,8 +92,9 @@ class TPTensor(DispatchedTensor):
         self._local_tensor, self._spec = local, spec
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The logical tensor on every rank. Collective; differentiable."""
-        return cast(torch.Tensor, Whole.apply(self))
+        """A copy of the logical tensor on every rank. Collective; differentiable."""
+        whole = cast(torch.Tensor, Whole.apply(self))
+        return whole if self._spec.placements[0].is_shard() else whole.clone()
 
     def data_ptr(self) -> int:
         """Where this rank's shard lies. (A DTensor's own memory is empty; accelerate finds an optimizer's parameters by it.)"""

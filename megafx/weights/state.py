@@ -123,9 +123,9 @@ def _mesh_device(param: TPTensor) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a parameter, gradient or optimizer state; plain tensors as they are. Collective."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def _whole_copy(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a parameter, buffer or gradient, in memory of its own. Collective."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value.clone()).detach()
 
 
 @torch.no_grad()
@@ -133,18 +133,21 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """`state_dict()` with whole tensors in the original layout, on every rank. Collective.
 
-    Tied parameters are gathered once and stay one tensor; tensors that are whole already are not copied.
+    They are copies: later steps do not change them, whether a rank held a tensor whole or not. Tied parameters are gathered or
+    copied once and stay one tensor.
     """
     _meet("megafx.full_state_dict", model)
-    done: dict[int, torch.Tensor] = {}
+    done: dict[Any, torch.Tensor] = {}
 
     def full(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        key = id(value._local_tensor) if isinstance(value, TPTensor) else id(value)
-        if key not in done:
-            done[key] = full_tensor(value).detach()
-        return done[key]
+        local: Any = local_of(value)
+        if type(local) is torch.Tensor:  # each call of state_dict() makes tensors anew over the same memory
+            local = local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype
+        if local not in done:
+            done[local] = _whole_copy(value)
+        return done[local]
 
     with stopping_with_others("megafx.full_state_dict"):
         return {name: full(value) for name, value in model.state_dict().items()}
@@ -152,10 +155,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """FQN -> whole gradient in the original layout, on every rank, of each parameter that has one. Collective."""
+    """FQN -> a copy of the whole gradient in the original layout, on every rank, of each parameter that has one. Collective."""
     _meet("megafx.full_gradients", model)
     with stopping_with_others("megafx.full_gradients"):
-        return {n: full_tensor(p.grad).detach() for n, p in model.named_parameters() if p.grad is not None}
+        return {n: _whole_copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _meet(what: str, model: nn.Module) -> None:

@@ -111,13 +111,11 @@ def _gathered(name: str, parameter: TPTensor, gradients: bool) -> _Swapped:
         found = f"'{name}' is on the meta device: it has no values"
         raise UsageError(found, fix="load or initialise the model first")
     whole = parameter.full_tensor()
-    whole = whole if parameter._spec.placements[0].is_shard() else whole.clone()
     holder = torch.Tensor._make_subclass(WholeParameter, whole, parameter.requires_grad)
     if gradients and parameter.grad is not None:
         if hasattr(parameter, "grad_dtype"):
             holder.grad_dtype = parameter.grad_dtype
-        grad = cast(TPTensor, parameter.grad).full_tensor()
-        holder.grad = grad if parameter._spec.placements[0].is_shard() else grad.clone()
+        holder.grad = cast(TPTensor, parameter.grad).full_tensor()
     return _Swapped(name, parameter, holder, whole.shape)
 
 

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 
 import megafx
-from megafx.weights.state import full_tensor
 
 
 @check(2)
@@ -65,4 +64,4 @@ def whole(value: Any) -> Any:
 def megafx_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """FQN -> {key: the tensor in original coordinates}."""
     names = {id(p): n for n, p in model.named_parameters()}
-    return {names[id(p)]: {k: full_tensor(v) for k, v in kept.items()} for p, kept in optimizer.state.items()}
+    return {names[id(p)]: {k: getattr(v, "full_tensor", v.clone)() for k, v in kept.items()} for p, kept in optimizer.state.items()}

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
 
+import megafx
+
 OPTIMIZER = "https://discuss.pytorch.org/t/should-the-optimizer-be-created-before-or-after-wrapping-the-model/66672"
 EMA = "https://github.com/fadel/pytorch_ema"
 FORMS = ("ddp", "fsdp")
@@ -241,4 +243,35 @@ def kept_parameters_are_read_written_and_copied(loop: Loop) -> None:
     copies = copy.deepcopy(kept)
     copies[0].data.zero_()
     loop.see_gradients(model)
+    loop.see_state(model)
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.again, self.average = nn.LayerNorm(7), nn.Linear(7, 12), nn.BatchNorm1d(7)
+        self.again.weight, self.norm.bias = self.up.weight, self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(self.average(x))) + self.again(x).square().mean()
+
+
+@situation("https://discuss.pytorch.org/t/saving-model-state-dict-the-best-model-is-overwritten/107013", data=FORMS)
+def whole_tensors_of_the_best_step_are_kept(loop: Loop) -> None:
+    model = loop.model(Tied())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(loop, model, optimizer, range(1))
+    model(_batch(loop, 1)).backward()
+    best = copy.deepcopy(model.state_dict()) if loop.eager else megafx.full_state_dict(model)
+    first = {n: p.grad for n, p in model.named_parameters()}
+    first = copy.deepcopy(first) if loop.eager else megafx.full_gradients(model)
+    norm = model.norm.weight.detach()
+    norm = norm.clone() if not hasattr(norm, "full_tensor") else norm.full_tensor()
+    optimizer.step()
+    _train(loop, model, optimizer, range(2, 4))
+    loop.see(best=best, gradients=first, norm=norm)
+    memory = [value.data_ptr() for value in best.values()]
+    loop.see(tied=[memory.index(each) for each in memory])
+    model.load_state_dict(best)
+    _train(loop, model, optimizer, range(1, 2))
     loop.see_state(model)
