@@ -312,6 +312,6 @@ def test_edges_and_errors():
 SCRIPT = Path(__file__).with_name("triton_attention.py")
 
 
-@pytest.mark.parametrize("part", ["0/3", *(pytest.param(f"{k}/3", marks=pytest.mark.slow) for k in (1, 2))])
+@pytest.mark.parametrize("part", ["0/6", *(pytest.param(f"{k}/6", marks=pytest.mark.slow) for k in range(1, 6))])
 def test_triton_kernels_are_the_reference(part):
     run_as_script(SCRIPT, 600, True, part)

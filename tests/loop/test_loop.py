@@ -34,14 +34,17 @@ for module in FILES:
 
 
 def cases() -> Iterator[Any]:
-    """Of situations that may run on one rank or on two, one in five runs on two by default, the others on one; the slow tests
-    have the rest, and two in three forms of data parallelism."""
+    """By default each situation that is not like another runs once: on one rank, one in fifteen of those that may run on either
+    on two, or, where both are slow, in its first form of data parallelism. One in fifteen runs in its other forms too."""
     for number, (name, each) in enumerate(loop.SITUATIONS.items()):
         runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
+        quick = [key for *_, key in runs if key not in each.slow]
+        if number % 15:
+            quick = [key for key in quick if key != 2 or 1 not in quick][:1]
+        elif 2 in quick:
+            quick = [key for key in quick if key != 1]
         for world, run, key in runs:
-            either = {1, 2} <= {*each.ranks} - {*each.slow}
-            left_out = (either and key == (2 if number % 5 else 1)) or (isinstance(key, str) and number % 3 > 0)
-            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or left_out else [])
+            yield pytest.param(world, run, marks=pytest.mark.slow if each.like or key not in quick else [])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,11 @@ def test_a_situation_is_as_in_eager_mode(world: int, name: str, results: Callabl
         return
     verdict, text = results(world)[name]
     assert verdict == "PASS", text
+
+
+def test_what_a_situation_is_like_runs_by_default() -> None:
+    by_default = {case.values[1].partition(":")[0] for case in cases() if not case.marks}
+    assert [each.like for each in loop.SITUATIONS.values() if each.like and each.like not in by_default] == []
 
 
 def test_a_difference_is_seen() -> None:

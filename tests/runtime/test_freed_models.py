@@ -5,12 +5,19 @@ from __future__ import annotations
 import gc
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import megafx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_what_other_tests_left() -> None:
+    gc.collect()  # it would stay for ever
+    gc.freeze()  # the collector takes seconds to look at what thousands of tests leave in caches
 
 
 class Net(nn.Module):

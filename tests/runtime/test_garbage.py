@@ -77,7 +77,6 @@ USES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 def left_behind() -> Iterator[list[Any]]:
     """Collects what the body leaves in cycles."""
     gc.collect()
-    gc.freeze()  # what there is by now is not looked at
     gc.disable()
     found: list[Any] = []
     try:
@@ -89,7 +88,12 @@ def left_behind() -> Iterator[list[Any]]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-        gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_what_other_tests_left() -> None:
+    gc.collect()  # it would stay for ever
+    gc.freeze()  # the collector takes seconds to look at what thousands of tests leave in caches
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "checkpointed"])

@@ -154,7 +154,7 @@ def test_a_loss_of_what_no_output_depends_on() -> None:
 def test_calls_without_backward_free_what_they_keep() -> None:
     from megafx.ops import tapes
 
-    gc.collect(), gc.collect()
+    gc.collect(), gc.collect(), gc.freeze()  # what is there takes seconds to look at
     others = set(tapes._tapes)  # of tests before this one, whose outputs something still holds
     model = megafx.parallelize(Net(), ONE)
     kept: list[Tensor] = []

@@ -39,7 +39,8 @@ class Situation:
     """code(loop): the user's code. source: where such code, and what went wrong with it, is described.
 
     ranks: numbers of ranks on which it runs. data: forms of data parallelism in which it runs on two ranks more, each with half
-    of the rows (`Loop.rows`). slow: at these only in the slow tests.
+    of the rows (`Loop.rows`). slow: at these only in the slow tests. like: another situation, which exercises the same
+    mechanism and runs by default; this one runs in the slow tests alone.
     """
 
     code: Callable[[Loop], None]
@@ -48,6 +49,7 @@ class Situation:
     slow: tuple[int | str, ...]
     rtol: float
     data: tuple[str, ...] = ()
+    like: str = ""
 
 
 def situation(
@@ -57,12 +59,13 @@ def situation(
     slow: tuple[int | str, ...] = (),
     rtol: float = RTOL,
     data: tuple[str, ...] = (),
+    like: str = "",
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Register a situation under the name of its function."""
 
     def register(code: Callable[[Loop], None]) -> Callable[[Loop], None]:
         assert code.__name__ not in SITUATIONS, f"two situations are called {code.__name__}"
-        SITUATIONS[code.__name__] = Situation(code, source, ranks, slow, rtol, data)
+        SITUATIONS[code.__name__] = Situation(code, source, ranks, slow, rtol, data, like)
         return code
 
     return register

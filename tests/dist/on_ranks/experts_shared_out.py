@@ -191,7 +191,7 @@ def experts_shared_out_with_losses_of_each_rank() -> None:
     same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in one.named_parameters()}, "gradient")
 
 
-@check(2)
+@check(2, slow=True)
 def experts_shared_out_with_held_gradients_and_checkpoints(folder: Path) -> None:
     plain = start()
     model = megafx.parallelize(copy.deepcopy(plain), megafx.Config(**EP))

@@ -194,12 +194,12 @@ def pipeline_beside_tensor_parallel() -> None:
     against_one_process(2, 0.2, "GPipe", ["layers.1"], 2, tensor_model_parallel_size=2)
 
 
-@check(4, seed=0)
+@check(4, seed=0, slow=True)
 def pipeline_beside_data_parallel() -> None:
     against_one_process(2, 0.2, "1F1B", 2, 2, data_parallel_size=2)
 
 
-@check(4, seed=0)
+@check(4, seed=0, slow=True)
 def pipeline_beside_context_parallel() -> None:
     against_one_process(2, 0.2, "1F1B", 2, 2, context_parallel_size=2)
 

@@ -78,12 +78,12 @@ def penalties_and_surgery_with_fsdp() -> str:
     return trains("fsdp", 1, 2)
 
 
-@check(2)
+@check(2, slow=True)
 def penalties_and_surgery_with_zero1() -> str:
     return trains("zero1", 1, 2)
 
 
-@check(2)
+@check(2, slow=True)
 def penalties_and_surgery_with_ddp() -> str:
     return trains("ddp", 1, 2)
 

@@ -69,7 +69,7 @@ def columns_are_written(loop: Loop) -> None:
     )
 
 
-@situation(SOURCE, slow=(1,))
+@situation(SOURCE, like="columns_are_permuted")
 def tokens_and_columns_are_turned(loop: Loop) -> None:
     run(
         loop,

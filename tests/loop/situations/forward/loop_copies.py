@@ -88,7 +88,7 @@ def tensors_are_copied(loop: Loop) -> None:
     _train(loop, _of_tensors)
 
 
-@situation(COPIED)
+@situation(COPIED, like="tensors_are_copied")
 def weights_are_copied(loop: Loop) -> None:
     _train(loop, _of_weights)
 

@@ -64,7 +64,7 @@ def padding_is_filled(loop: Loop) -> None:
     )
 
 
-@situation(APEX, slow=(2,))
+@situation(APEX, like="padding_is_filled")
 def padding_is_filled_by_tensors_and_minus_infinity(loop: Loop) -> None:
     run(
         loop,
@@ -92,7 +92,7 @@ def padding_and_causal_are_filled(loop: Loop) -> None:
     )
 
 
-@situation(LEFT, slow=(2,))
+@situation(LEFT, like="padding_and_causal_are_filled")
 def padding_and_causal_are_filled_in_other_ways(loop: Loop) -> None:
     run(
         loop,
@@ -112,7 +112,7 @@ def padding_and_causal_are_added(loop: Loop) -> None:
     )
 
 
-@situation(LEFT, slow=(2,))
+@situation(LEFT, like="padding_and_causal_are_added")
 def padding_and_causal_are_added_in_other_ways(loop: Loop) -> None:
     def twice(z: Tensor, keep: Tensor, past: Tensor) -> Tensor:
         low = torch.finfo(z.dtype).min

@@ -137,7 +137,10 @@ def backward_reads_a_global_and_its_class(loop: Loop) -> None:
         step(loop, by_class, x)
 
 
-@situation("https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94")
+@situation(
+    "https://discuss.pytorch.org/t/why-cant-i-see-grad-of-an-intermediate-variable/94",
+    like="backward_records_by_helpers",
+)
 def backward_records(loop: Loop) -> None:
     NORMS.clear()
     model, x = loop.model(Net(Recording.apply)), torch.randn(4, 6)

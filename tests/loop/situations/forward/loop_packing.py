@@ -40,7 +40,7 @@ def documents_by_a_mask_of_blocks(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/trl/issues/2805", slow=(2,))
+@situation("https://github.com/huggingface/trl/issues/2805", like="documents_by_their_positions")
 def a_loss_for_each_document(loop: Loop) -> None:
     """Means over documents of unequal lengths, summed by index."""
     model, ids = loop.model(Language()), tokens(2, 8)

@@ -81,7 +81,7 @@ def a_choice_by_gumbel_noise(loop: Loop) -> None:
             loop.see(**{name: grad})
 
 
-@situation("https://github.com/dropreg/R-Drop/issues/11", slow=(2,), rtol=0.05)
+@situation("https://github.com/dropreg/R-Drop/issues/11", rtol=0.05, like="a_choice_by_gumbel_noise")
 def two_dropouts_of_one_batch(loop: Loop) -> None:
     """R-Drop: the divergence of two calls that drop different units."""
     net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 5))

@@ -40,7 +40,7 @@ def is_used(loop: Loop, model: Any) -> None:
     loop.see(graphs=loop.eager or len(model.megafx.graphs) > 0)
 
 
-@situation(WRAPPED)
+@situation(WRAPPED, like="an_instance_gets_a_method_as_its_forward")
 def the_forward_of_an_instance_is_wrapped(loop: Loop) -> None:
     net, settings = Net(), {"scale": 3.0}
     old = net.forward

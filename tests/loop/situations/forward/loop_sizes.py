@@ -58,7 +58,7 @@ def an_even_length(loop: Loop) -> None:
     _calls(loop, lambda h: h if h.shape[1] % 2 == 0 else -h, (3, 4), (3, 1), (2, 3))
 
 
-@situation(SPECIALIZED, slow=(2,))
+@situation(SPECIALIZED, like="a_branch_on_a_length_of_one")
 def a_deviation_that_needs_two_tokens(loop: Loop) -> None:
     _calls(loop, lambda h: h / (1 + h.std(1, keepdim=True)) if h.size(1) > 1 else h, (3, 5), (3, 1))
 

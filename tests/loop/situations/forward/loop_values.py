@@ -109,7 +109,8 @@ for _decides in (padded, masked, not_all, read, counted, shorter, one_of_some, o
         _calls(loop, Net(decides))
 
     _situation.__name__ = f"values_decide_{_decides.__name__}"
-    situation(ESM if _decides is padded else MASKS, slow=(2,) if _decides in (shorter, read) else ())(_situation)
+    _like = {masked: "padded", not_all: "padded", read: "padded", shorter: "counted"}.get(_decides, "")
+    situation(ESM if _decides is padded else MASKS, like=f"values_decide_{_like}" if _like else "")(_situation)
 
 
 @situation(MASKS)

@@ -64,7 +64,7 @@ class Recorder:
         self.seen += [tuple(g if g is None else g.clone() for g in grad_input), grad_output[0].clone()]
 
 
-@situation(RECORDING)
+@situation(RECORDING, like="a_loss_of_recorded_features")
 def hooks_record_activations(loop: Loop) -> None:
     recorder, model = Recorder(), Net()
     model.blocks[0].register_forward_hook(recorder.forward)
@@ -204,7 +204,7 @@ def a_learned_vector_of_the_users_in_a_hook(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation(HOOKS)
+@situation(HOOKS, like="backward_hooks_change_gradients")
 def backward_hooks_see_gradients(loop: Loop) -> None:
     recorder, model = Recorder(), Net()
     model.blocks[0].register_full_backward_hook(recorder.backward)

@@ -39,7 +39,7 @@ def train(loop: Loop, model: Any, steps: int = 2) -> None:
     loop.see_gradients(model)
 
 
-@situation(CHECKPOINTING, rtol=FP32)
+@situation(CHECKPOINTING, rtol=FP32, like="gradient_checkpointing_with_a_frozen_base")
 def gradient_checkpointing_is_enabled_after(loop: Loop) -> None:
     model = loop.model(llama())
     model.gradient_checkpointing_enable()
@@ -99,7 +99,7 @@ def neftune_without_noise_in_evaluation(loop: Loop) -> None:
     train(loop, model, 1)
 
 
-@situation(NEFTUNE, rtol=FP32)
+@situation(NEFTUNE, rtol=FP32, like="neftune_without_noise_in_evaluation")
 def neftune_is_active_before(loop: Loop) -> None:
     from transformers.integrations.neftune import activate_neftune
 

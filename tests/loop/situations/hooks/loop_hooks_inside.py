@@ -52,7 +52,7 @@ class Removed(Net):
         return self.down(h).square().mean()
 
 
-@situation(REVERSAL)
+@situation(REVERSAL, like="gradients_are_clipped_and_recorded_by_hooks")
 def gradients_are_reversed_by_a_hook(loop: Loop) -> None:
     model = loop.model(Reversing())
     for scale in (0.5, 2.0):

@@ -175,7 +175,7 @@ def gradients_of_an_output_with_respect_to_one_between(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation(LOGITS, rtol=1e-5)  # transformers computes losses in fp32
+@situation(LOGITS, rtol=1e-5, like="gradients_with_respect_to_an_output")  # transformers computes losses in fp32
 def gradients_of_a_language_models_loss_with_respect_to_logits(loop: Loop) -> None:
     """With the defaults of transformers, which keeps a cache in eager mode; for a penalty too."""
     config = transformers.LlamaConfig(

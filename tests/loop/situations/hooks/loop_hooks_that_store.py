@@ -131,12 +131,12 @@ def a_decoder_reads_what_a_hook_stored(loop: Loop) -> None:
     trained(loop, UNet(), filled=True)
 
 
-@situation(FEATURES, slow=(2,))
+@situation(FEATURES, like="a_decoder_reads_what_a_hook_stored")
 def hooks_append_to_a_list_that_forward_reads(loop: Loop) -> None:
     trained(loop, Listed(), filled=True)
 
 
-@situation(FEATURES, slow=(2,))
+@situation(FEATURES, like="a_decoder_reads_what_a_hook_stored")
 def hooks_store_in_a_dict_and_a_variable_that_forward_reads(loop: Loop) -> None:
     trained(loop, Named(), filled=True)
 
@@ -225,7 +225,10 @@ def _recorded_in_eager_code(loop: Loop, record: Callable[[nn.Module, list[Tensor
         loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/extract-features-from-layer-of-submodule-of-a-model/20181")
+@situation(
+    "https://discuss.pytorch.org/t/extract-features-from-layer-of-submodule-of-a-model/20181",
+    like="inputs_and_changed_outputs_of_code_that_decides_are_recorded",
+)
 def features_of_code_that_decides_are_recorded_for_the_loss(loop: Loop) -> None:
     """The runs that show the sizes of its results record nothing."""
 

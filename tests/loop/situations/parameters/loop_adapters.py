@@ -46,7 +46,7 @@ def dora(loop: Loop) -> None:
     train(loop, LoraConfig(r=3, target_modules=LINEARS, use_dora=True, init_lora_weights=False))
 
 
-@situation("https://github.com/huggingface/peft/issues/1245", slow=(1,), rtol=FP32)
+@situation("https://github.com/huggingface/peft/issues/1245", rtol=FP32, like="dora")
 def rank_stabilized_lora_with_saved_modules_and_biases(loop: Loop) -> None:
     from peft import LoraConfig
 
@@ -56,14 +56,14 @@ def rank_stabilized_lora_with_saved_modules_and_biases(loop: Loop) -> None:
     train(loop, config)
 
 
-@situation("https://github.com/huggingface/peft/issues/593", slow=(1, 2), rtol=FP32)
+@situation("https://github.com/huggingface/peft/issues/593", rtol=FP32, like="dora")
 def ia3(loop: Loop) -> None:
     from peft import IA3Config
 
     train(loop, IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]))
 
 
-@situation("https://github.com/huggingface/peft/issues/1659", slow=(1, 2), rtol=FP32)
+@situation("https://github.com/huggingface/peft/issues/1659", rtol=FP32, like="dora")
 def vera(loop: Loop) -> None:
     from peft import VeraConfig
 
@@ -95,7 +95,7 @@ def _adapted() -> nn.Module:
     return model
 
 
-@situation("https://github.com/huggingface/trl/issues/2698")
+@situation("https://github.com/huggingface/trl/issues/2698", like="adapters_are_switched_and_scaled")
 def an_adapter_is_turned_off_for_the_reference(loop: Loop) -> None:
     model, x = loop.model(_adapted()), torch.randn(4, 8)
     for _ in range(2):

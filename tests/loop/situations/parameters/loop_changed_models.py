@@ -69,7 +69,7 @@ def layers_are_replaced(loop: Loop) -> None:
     trained(loop, model, ids)
 
 
-@situation("https://github.com/google-research/bert/issues/1063")
+@situation("https://github.com/google-research/bert/issues/1063", like="neurons_are_cut_out")
 def a_model_grows_and_shrinks(loop: Loop) -> None:
     """Blocks are removed, put into another order, copied and appended; parameters come in lists and by name."""
     model, ids = loop.model(Net()), torch.randint(12, (2, 5))
@@ -98,7 +98,7 @@ def weights_are_tied_and_untied(loop: Loop) -> None:
     trained(loop, model, ids)
 
 
-@situation(SHARING)
+@situation(SHARING, like="layers_are_replaced")
 def matrices_change_places(loop: Loop) -> None:
     """Ranks have cut the two along different dims."""
     plain: nn.Module = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 12))

@@ -72,7 +72,7 @@ def a_penalty_finds_parameters_in_containers(loop: Loop) -> None:
     train(loop, model)
 
 
-@situation(LISTED)
+@situation(LISTED, like="a_penalty_finds_parameters_in_containers")
 def a_penalty_holds_parameters_of_before(loop: Loop) -> None:
     """Those that are there before `parallelize`: by a list, a dict and the variable of an enclosing function."""
     plain = Net()

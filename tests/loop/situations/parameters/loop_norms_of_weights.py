@@ -46,7 +46,7 @@ def spectral_norm_in_training(loop: Loop) -> None:
     train(loop, Mlp(parametrizations.spectral_norm))
 
 
-@situation(SPECTRAL, slow=(2,))
+@situation(SPECTRAL, like="spectral_norm_in_training")
 def spectral_norm_by_hooks(loop: Loop) -> None:
     train(loop, Mlp(torch.nn.utils.spectral_norm))
 

@@ -83,7 +83,9 @@ def lbfgs_calls_the_model_in_a_closure(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/NVIDIA/Megatron-LM/issues/6676", ranks=(1, 2, 3), slow=(1, 3))
+@situation(
+    "https://github.com/NVIDIA/Megatron-LM/issues/6676", ranks=(1, 2, 3), like="optimizers_that_do_not_work_by_element"
+)
 def muon_steps_matrices_and_adamw_the_rest(loop: Loop) -> None:
     model = loop.model(Net())
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("embed", "head"))]

@@ -37,7 +37,7 @@ def started(loop: Loop, hidden: int, **options: object) -> nn.Module:
 # -- penalties
 
 
-@situation(PENALTY)
+@situation(PENALTY, like="elastic_weights_stay_near_those_of_an_earlier_task")
 def penalties_are_added_to_the_loss(loop: Loop) -> None:
     """L2 of squares and of norms, L1, the largest weight, a mean and a deviation."""
     for hidden in BOTH:
@@ -164,7 +164,7 @@ def a_penalty_is_differentiated_twice(loop: Loop) -> None:
 # -- values that are assigned
 
 
-@situation(EMA)
+@situation(EMA, like="a_target_network_follows")
 def averaged_weights_are_swapped_in_and_out(loop: Loop) -> None:
     """An average of weights (EMA), kept as clones and as whole tensors, evaluated by swapping `.data`."""
     for hidden in BOTH:

@@ -79,7 +79,7 @@ def an_encoder_follows_in_forward(loop: Loop) -> None:
     trained(loop, Contrast(lambda mine, theirs: mine.mul_(0.9).add_(theirs, alpha=0.1)))
 
 
-@situation(MOCO)
+@situation(MOCO, like="an_encoder_follows_in_forward")
 def an_encoder_is_assigned_in_forward(loop: Loop) -> None:
     trained(loop, Contrast(assigned))
 
@@ -96,7 +96,7 @@ class CodesAndLoss(Codes):
         return {"codes": super().forward(a, b), "rows": self.down(self.codes[self.up(a).argmax(1) % 5] + self.up(a))}
 
 
-@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27")
+@situation("https://github.com/lucidrains/vector-quantize-pytorch/issues/27", like="codes_are_a_frozen_parameter")
 def codes_with_a_loss_outside(loop: Loop) -> None:
     trained(loop, CodesAndLoss())
 

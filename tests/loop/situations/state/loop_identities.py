@@ -83,7 +83,8 @@ for _computes in (by_id, counts, the_last, within_a_call, of_one_call, of_parame
 
     _situation.__name__ = f"addresses_{_computes.__name__}"
     # what is kept by an address has other names on other ranks, which is an error there
-    situation(BY_ID, ranks=(1,) if _computes in (by_id, counts, of_one_call) else (1, 2))(_situation)
+    _ranks = (1,) if _computes in (by_id, counts, of_one_call) else (1, 2)
+    situation(BY_ID, ranks=_ranks, like="addresses_by_id" if _computes is counts else "")(_situation)
 
 
 TABLE: dict[Any, Any] = {}
@@ -119,13 +120,18 @@ _SCALES: dict[str, Callable[[Layer], Any]] = {
     "that_is_the_first": lambda layer: 3 if layer is TABLE["first"] else 1,
     "by_its_place": lambda layer: 1 + TABLE["all"].index(layer),
 }
+_LIKE = {
+    "by_itself": "by_its_place",
+    "by_its_address": "by_the_address_of_a_weight",
+    "that_is_the_first": "by_its_place",
+}
 for _name, _scale in _SCALES.items():
 
     def _of_layers(loop: Loop, scale: Callable[[Layer], Any] = _scale) -> None:
         _layers(loop, scale)
 
     _of_layers.__name__ = f"a_layer_{_name}"
-    situation(TABLES, slow=(2,) if _name == "by_its_place" else ())(_of_layers)
+    situation(TABLES, like=f"a_layer_{_LIKE[_name]}" if _name in _LIKE else "")(_of_layers)
 
 
 class Shifting(nn.Module):

@@ -95,7 +95,7 @@ def tensors_are_converted_by_float_int_and_bool(loop: Loop) -> None:
     train(loop, returned)
 
 
-@situation(LOGS)
+@situation(LOGS, like="functions_of_math_of_what_is_computed_of_numbers")
 def numbers_are_computed_with_and_kept(loop: Loop) -> None:
     """What is left in attributes, lists and dicts is as what is returned."""
 
@@ -201,7 +201,9 @@ def code_asks_whether_there_are_rows_and_does_something_else_for_none(loop: Loop
         with_some_rows_and_none(loop, OfChosen(code))
 
 
-@situation("https://github.com/huggingface/transformers/issues/34048")
+@situation(
+    "https://github.com/huggingface/transformers/issues/34048", like="functions_of_math_of_what_is_computed_of_numbers"
+)
 def functions_of_math_of_numbers(loop: Loop) -> None:
     """A perplexity, a level in dB; those of plain numbers are Python's own."""
 
@@ -245,7 +247,9 @@ class Cooling(nn.Module):
         return self.up(x) / self.temperature * math.pow(rate, 2)
 
 
-@situation("https://github.com/karpathy/deep-vector-quantization/blob/main/dvq/vqvae.py")
+@situation(
+    "https://github.com/karpathy/deep-vector-quantization/blob/main/dvq/vqvae.py", like="forward_counts_its_steps"
+)
 def a_temperature_follows_from_a_counter(loop: Loop) -> None:
     """Two graphs: above the limit, and at it."""
     model = loop.model(Cooling())

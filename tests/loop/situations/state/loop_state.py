@@ -277,7 +277,7 @@ class Memory(nn.Module):
         return h.square().mean()
 
 
-@situation("https://github.com/kimiyoung/transformer-xl")
+@situation("https://github.com/kimiyoung/transformer-xl", like="a_state_in_an_object_is_passed_on")
 def a_state_is_passed_on_to_the_next_call(loop: Loop) -> None:
     model = loop.model(Memory(detached=True))
     for i in range(4):

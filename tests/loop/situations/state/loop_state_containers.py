@@ -72,7 +72,7 @@ def sets_that_forward_changes(loop: Loop) -> None:
         loop.see(left=sorted(model.container), same=model.container is start, last=sorted(getattr(model, "last", ())))
 
 
-@situation(SEEN)
+@situation(SEEN, like="sets_that_forward_changes")
 def sets_that_forward_reads(loop: Loop) -> None:
     def use(model: Any, on: Any, y: Tensor) -> None:
         model.number = len(on) + sum(1 for name in model.container if name > "a")

@@ -365,7 +365,7 @@ class Cached(nn.Module):
         return (x + _positions(x.shape[0], 7)) * cos + sin * self.pair(1) - self.pair(2)
 
 
-@situation(THREAD)
+@situation(THREAD, like="cached_weights_stay_until_the_cache_is_cleared")
 def cached_functions_give_what_is_in_their_caches(loop: Loop) -> None:
     global BASE
     BASE, model = 10.0, loop.model(Cached())

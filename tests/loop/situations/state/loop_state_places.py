@@ -429,7 +429,7 @@ def methods_of_tensors_are_replaced(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/xl0/lovely-tensors")
+@situation("https://github.com/xl0/lovely-tensors", like="methods_of_tensors_are_replaced")
 def methods_are_added_to_tensors(loop: Loop) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

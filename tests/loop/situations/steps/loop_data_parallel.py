@@ -50,7 +50,11 @@ def a_penalty_on_parameters_inside_of_the_model(loop: Loop) -> None:
     train(loop, lambda m, h, y: F.cross_entropy(h, y) + penalty(m), lambda out, m, y: out)
 
 
-@situation("https://github.com/NVIDIA/Megatron-LM/pull/3768", slow=(1, 2, "zero1"), data=("ddp", "zero1"))
+@situation(
+    "https://github.com/NVIDIA/Megatron-LM/pull/3768",
+    data=("ddp", "zero1"),
+    like="statistics_beside_rows_without_a_loss",
+)
 def terms_beside_rows_and_beside_a_loss(loop: Loop) -> None:
     """A dict with a loss, rows, statistics of the batch, a norm of a parameter and a perplexity, all in one objective."""
 
@@ -95,13 +99,21 @@ def statistics_beside_rows_without_a_loss(loop: Loop) -> None:
     train(loop, terms, total)
 
 
-@situation("https://discuss.pytorch.org/t/simple-l2-regularization/139", slow=(1, 2, *FORMS), data=FORMS)
+@situation(
+    "https://discuss.pytorch.org/t/simple-l2-regularization/139",
+    data=FORMS,
+    like="a_penalty_on_parameters_inside_of_the_model",
+)
 def a_penalty_on_parameters_outside_of_the_model(loop: Loop) -> None:
     train(loop, lambda m, h, y: h, lambda out, m, y: F.cross_entropy(out, y) + penalty(m))
     train(loop, lambda m, h, y: F.cross_entropy(h, y), lambda out, m, y: 0.5 * out + penalty(m))
 
 
-@situation("https://github.com/huggingface/transformers/issues/28255", slow=(1, 2, "zero1", "ddp"), data=FORMS)
+@situation(
+    "https://github.com/huggingface/transformers/issues/28255",
+    data=FORMS,
+    like="weighted_and_smoothed_labels_and_probabilities",
+)
 def soft_labels_and_means_by_class(loop: Loop) -> None:
     """Labels as one-hot rows; the mean of each class is that of the whole batch."""
 

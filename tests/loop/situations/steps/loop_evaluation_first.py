@@ -54,7 +54,7 @@ def a_model_that_trains_on_targets_is_evaluated_first(loop: Loop) -> None:
     evaluated(loop, model)
 
 
-@situation(SOURCE)
+@situation(SOURCE, like="a_model_that_trains_on_targets_is_evaluated_first")
 def an_evaluation_with_gradients_comes_first(loop: Loop) -> None:
     model = loop.model(Detector())
     model.eval()

@@ -79,7 +79,7 @@ def a_penalty_taken_under_autocast_of_a_call_outside_it(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/91469")
+@situation("https://github.com/pytorch/pytorch/issues/91469", like="a_gradient_penalty_is_part_of_the_loss")
 def forces_are_the_gradient_of_an_energy(loop: Loop) -> None:
     model, x = loop.model(critic()), torch.randn(5, 8, requires_grad=True)
     energy = model(x).sum()
@@ -135,7 +135,10 @@ class Critic(nn.Module):
         return self.score(torch.tanh(self.up(F.leaky_relu(self.norm(self.conv(x)), 0.2).flatten(1))))
 
 
-@situation("https://github.com/caogang/wgan-gp/issues/11")
+@situation(
+    "https://github.com/caogang/wgan-gp/issues/11",
+    like="a_penalty_of_a_critic_whose_statistics_are_means_over_all_batches",
+)
 def a_penalty_of_a_critic_with_batch_norm_and_spectral_norm(loop: Loop) -> None:
     model = loop.model(Critic())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9))

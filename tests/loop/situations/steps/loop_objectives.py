@@ -30,7 +30,7 @@ class SoftCapped(Language):
         return 3.0 * torch.tanh(super().forward(ids, mask) / 3.0)
 
 
-@situation("https://github.com/huggingface/transformers/issues/32877", slow=(1,))
+@situation("https://github.com/huggingface/transformers/issues/32877")
 def logits_with_a_soft_cap(loop: Loop) -> None:
     model, ids = loop.model(SoftCapped()), tokens()
     logits = model(ids)
@@ -63,7 +63,7 @@ def tied_embeddings_with_z_loss(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/transformers/issues/22885", slow=(1, 2))
+@situation("https://github.com/huggingface/transformers/issues/22885", like="tied_embeddings_with_z_loss")
 def z_loss_outside_of_a_model_with_tied_embeddings(loop: Loop) -> None:
     model, ids = loop.model(Language(tied=True)), tokens()
     logits = model(ids)
@@ -73,7 +73,9 @@ def z_loss_outside_of_a_model_with_tied_embeddings(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/vision/issues/3250", slow=(1, 2), data=("fsdp",))
+@situation(
+    "https://github.com/pytorch/vision/issues/3250", data=("fsdp",), like="weighted_classes_with_label_smoothing"
+)
 def focal_loss(loop: Loop) -> None:
     model = loop.model(Classifier())
     x, y = loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,)))
@@ -84,7 +86,7 @@ def focal_loss(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/online-hard-example-mining/19064", slow=(1,))
+@situation("https://discuss.pytorch.org/t/online-hard-example-mining/19064")
 def the_hardest_tokens_alone(loop: Loop) -> None:
     model, ids = loop.model(Language()), tokens()
     losses = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten(), reduction="none")
@@ -117,7 +119,7 @@ def all_labels_are_ignored(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/trl/issues/2175", slow=(1,))
+@situation("https://github.com/huggingface/trl/issues/2175")
 def tokens_are_weighted_by_advantages_and_clipped_ratios(loop: Loop) -> None:
     """PPO's objective: log-probabilities before and after a step."""
     model, ids = loop.model(Language()), tokens()
@@ -152,7 +154,7 @@ def two_views_of_one_batch(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/triplet-loss-with-shared-weights/17453", slow=(2,))
+@situation("https://discuss.pytorch.org/t/triplet-loss-with-shared-weights/17453", like="two_views_of_one_batch")
 def anchor_positive_and_negative(loop: Loop) -> None:
     model = loop.model(Classifier())
     anchor, near, far = (model(torch.randn(3 + i, 7))[:3] for i in range(3))
@@ -227,7 +229,10 @@ def early_exits_and_an_auxiliary_loss(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/yaringal/multi-task-learning-example/issues/5", slow=(2,))
+@situation(
+    "https://github.com/yaringal/multi-task-learning-example/issues/5",
+    like="an_optimizer_has_parameters_beside_the_models",
+)
 def weights_of_tasks_are_learned_outside_of_the_model(loop: Loop) -> None:
     model = loop.model(Classifier())
     uncertainty = nn.Parameter(torch.zeros(2))
@@ -274,7 +279,7 @@ def inputs_are_mixed_and_attacked(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/lyakaap/VAT-pytorch/issues/4", slow=(2,))
+@situation("https://github.com/lyakaap/VAT-pytorch/issues/4", like="inputs_are_mixed_and_attacked")
 def virtual_adversarial_training(loop: Loop) -> None:
     model = loop.model(Classifier())
     x = torch.randn(6, 7)

@@ -48,7 +48,7 @@ def kl(logits: Tensor) -> Tensor:
     return F.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
 
 
-@situation(KL)
+@situation(KL, like="hidden_states_are_used_beside_the_loss")
 def a_term_of_the_logits_is_added_to_the_loss(loop: Loop) -> None:
     model = loop.model(LM())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,7 +62,7 @@ def a_term_of_the_logits_is_added_to_the_loss(loop: Loop) -> None:
         optimizer.step()
 
 
-@situation(WEIGHTED)
+@situation(WEIGHTED, like="hidden_states_are_used_beside_the_loss")
 def the_users_loss_of_logits_alone_with_labels_given(loop: Loop) -> None:
     model = loop.model(LM())
     for _ in range(2):

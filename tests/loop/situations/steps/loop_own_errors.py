@@ -54,7 +54,7 @@ def seen(loop: Loop, call: Callable[[], Any]) -> None:
         loop.see(error=None)
 
 
-@situation(EITHER)
+@situation(EITHER, like="a_later_call_is_wrong")
 def the_first_call_is_wrong(loop: Loop) -> None:
     model = loop.model(Net())
     seen(loop, lambda: model())

@@ -70,7 +70,7 @@ def trains(loop: Loop, model: nn.Module, inputs_require_grad: bool = False) -> N
         loop.see_state(model)
 
 
-@situation(DETACHED)
+@situation(DETACHED, like="values_are_returned_with_and_without_gradient")
 def a_loss_is_returned_beside_itself_detached(loop: Loop) -> None:
     trains(loop, LossAndLog())
 
@@ -85,7 +85,7 @@ def values_are_returned_with_and_without_gradient(loop: Loop) -> None:
     trains(loop, ValueAndDetached())
 
 
-@situation(DETACHED)
+@situation(DETACHED, like="values_are_returned_with_and_without_gradient")
 def a_scalar_without_gradient_is_returned_for_the_log(loop: Loop) -> None:
     trains(loop, ScalarForTheLog())
 
@@ -138,7 +138,7 @@ class OverwrittenUnderNoGrad(Net):
         return (out * self.mean + self.rows.sum(0) + scratch).square().mean(), self.rows.clone()
 
 
-@situation(HIDDEN)
+@situation(HIDDEN, like="a_buffer_is_overwritten_under_no_grad")
 def a_part_of_a_buffer_is_written_under_no_grad(loop: Loop) -> None:
     trains(loop, RowOfBuffer())
 

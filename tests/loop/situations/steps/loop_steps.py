@@ -139,7 +139,7 @@ def sharpness_aware_minimization(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/51126", slow=(1, "fsdp"), data=("fsdp",))
+@situation("https://github.com/pytorch/pytorch/issues/51126", data=("fsdp",), like="a_copy_goes_its_own_way")
 def a_mean_teacher_made_by_deepcopy(loop: Loop) -> None:
     """An average of the weights, which computes the targets of the next step."""
     model = loop.model(Classifier())
@@ -162,7 +162,7 @@ def a_mean_teacher_made_by_deepcopy(loop: Loop) -> None:
     loop.see_state(teacher)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/117742", slow=(2,))
+@situation("https://github.com/pytorch/pytorch/issues/117742", like="a_copy_goes_its_own_way")
 def averaged_model_of_torch(loop: Loop) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -200,7 +200,7 @@ def a_generator_against_a_discriminator(loop: Loop) -> None:
     loop.see_state(judges)
 
 
-@situation("https://discuss.pytorch.org/t/evaluating-inside-of-the-training-loop/65432", slow=(1,), data=("fsdp",))
+@situation("https://discuss.pytorch.org/t/evaluating-inside-of-the-training-loop/65432", data=("fsdp",))
 def evaluation_between_micro_batches(loop: Loop) -> None:
     """`no_grad`, `inference_mode` and `eval()` in the middle of an accumulation leave its gradients alone."""
     model = loop.model(Classifier())
@@ -287,7 +287,7 @@ def a_copy_goes_its_own_way(loop: Loop) -> None:
         loop.see_state(each)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/98414", slow=(1,), data=("zero1",))
+@situation("https://github.com/pytorch/pytorch/issues/98414", data=("zero1",), like="training_goes_on_from_state_dicts")
 def the_best_weights_come_back(loop: Loop) -> None:
     """Early stopping: `state_dict` is copied at the best step and loaded at the end."""
     model = loop.model(Classifier())

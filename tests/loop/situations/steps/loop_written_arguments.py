@@ -51,7 +51,7 @@ def rows() -> Tensor:
     return torch.randn(4, 6)
 
 
-@situation(LEAF)
+@situation(LEAF, like="an_input_is_scaled_under_no_grad_and_by_detach")
 def an_input_is_scaled(loop: Loop) -> None:
     train(loop, Net(lambda x, other: x.mul_(2)), rows)
 
