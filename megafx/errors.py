@@ -100,10 +100,6 @@ class UsageError(MegafxError):
     what_to_do = "Change the call as it says."
 
 
-class UsageRuntimeError(UsageError, RuntimeError):
-    """A use that torch refuses in eager mode, too, with a RuntimeError: backward through a freed graph, for instance."""
-
-
 class CheckpointError(MegafxError):
     """A checkpoint is damaged or incomplete, cannot be written, or does not fit the model."""
 

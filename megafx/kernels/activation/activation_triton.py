@@ -234,7 +234,9 @@ def _backward(
                 if GATED:
                     again = again * b
                 if CAST:
-                    again = byte_of(again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False)
+                    again = byte_of(
+                        again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False, FAST
+                    )
                 tl.store(y + row * columns + column[None, :], again.to(y.dtype.element_ty), mask=inside)
         at = partials + tl.program_id(1).to(tl.int64) * (2 * columns if GATED else columns) + column
         tl.store(at, tl.sum(gate_sum, 0), mask=within)
@@ -266,7 +268,7 @@ def _backward(
             if GATED:
                 again = again * b
             if CAST:
-                again = byte_of(again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False)
+                again = byte_of(again.to(dgate.dtype.element_ty).to(tl.float32) * inverse[None, :], TOP, False, FAST)
             tl.store(y + row * columns + column, again.to(y.dtype.element_ty), mask=inside)
 
 

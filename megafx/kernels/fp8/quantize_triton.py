@@ -1,7 +1,7 @@
 """fp8_amax, fp8_quantize, fp8_restored and fp8_transposed on CUDA; quantize.py has the formulas.
 
 Programs that share a largest magnitude leave partial maxima, which a second kernel joins (common/maxima_triton.py). A cast
-reads x once and writes its bytes, their transpose, or both.
+reads x once and writes its bytes, their transpose in words of four rows, or both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megafx.kernels.common.maxima_triton import JOINED, join, leave, magnitude
 from megafx.kernels.common.op import launch
-from megafx.kernels.common.tiles_triton import cdiv, multiprocessors
+from megafx.kernels.common.tiles_triton import cdiv, fast_math, multiprocessors
 from megafx.kernels.fp8.quantize import LEAST, TOP, amax_shape, real_parts, restored_reference
 
 ROWS, COLUMNS = 64, 128  # of a tile: 32 elements a thread at 8 warps
+TALL = 128  # rows of a tile of casts: 128 bytes of each column of the transpose; 4 warps
 
 
 @triton.jit
@@ -148,7 +149,25 @@ def scale_of(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr)
 
 
 @triton.jit
-def byte_of(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr):
+def byte_of(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr, PTX: tl.constexpr):
+    """value clamped to +-TOP, in e4m3 or, WIDE_RANGE, e5m2, as uint8.
+
+    PTX: four at once. Of Triton's own casts, ptxas 12.8 (of Triton 3.6) mixes up bytes that are then widened, transposed or
+    stored one by one (H100 2026-11-26, H200 2026-11-29).
+    """
+    if PTX:
+        if WIDE_RANGE:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+                "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+                "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+                "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+                "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4,
+            )  # fmt: skip
     value = tl.where(value > TOP, TOP, tl.where(value < -TOP, -TOP, value))  # a NaN stays
     if WIDE_RANGE:
         return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -157,72 +176,89 @@ def byte_of(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr):
 
 
 @triton.jit
+def _pushed(word, byte, PTX: tl.constexpr):
+    """word's bytes moved down by one, byte on top. After rows r .. r + 3: their bytes, that of r lowest. PTX: one prmt each."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, $8, 0x4321; prmt.b32 $1, $5, $8, 0x5321; "
+            "prmt.b32 $2, $6, $8, 0x6321; prmt.b32 $3, $7, $8, 0x7321;",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, byte], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return ((word >> 8) & 0xFFFFFF) | (byte.to(tl.int32) << 24)
+
+
+@triton.jit
 def _quantize(
     x,  # [rows, columns] IN
     largest,  # [], [rows] or [columns] fp32 IN
     largest_columns,  # [columns] fp32 IN; read if KEPT is 2
     q,  # [rows, columns] uint8 OUT
-    qt,  # [columns, rows] uint8 OUT
+    qt,  # [columns, rows] uint8 OUT; if TRANSPOSED 4 divides rows
     scale,  # as largest OUT
     scale_columns,  # [columns] fp32 OUT; written if KEPT is 2
     rows, columns, stride,
     TOP: tl.constexpr, LEAST: tl.constexpr, KEPT: tl.constexpr, WIDE_RANGE: tl.constexpr, POWER: tl.constexpr,
-    PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, PTX: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if KEPT == 0 or KEPT == 2:
-        s, inverse = scale_of(tl.load(largest + row, mask=row < rows, other=0.0), TOP, LEAST, POWER)
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    four = tl.program_id(1) * (R // 4) + tl.arange(0, R // 4)
+    if KEPT == 1:
+        largest_columns, scale_columns = largest, scale
+    if KEPT == 1 or KEPT == 2:  # of 2, the transpose has scales of its own
+        s, of_columns = scale_of(tl.load(largest_columns + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
         if tl.program_id(1) == 0:
-            tl.store(scale + row, s, mask=row < rows)
-        byte = byte_of(value * inverse[:, None], TOP, WIDE_RANGE)
-        turned_byte = byte
-        if KEPT == 2:  # the transpose has scales of its own
-            s, inverse = scale_of(
-                tl.load(largest_columns + column, mask=column < columns, other=0.0), TOP, LEAST, POWER
-            )
+            tl.store(scale_columns + column, s, mask=column < columns)
+    elif KEPT == -1:
+        s, of_columns = scale_of(tl.load(largest + tl.zeros([1], tl.int32)), TOP, LEAST, POWER)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale + tl.zeros([1], tl.int32), s)
+    word = tl.zeros([R // 4, C], tl.int32)
+    for j in tl.static_range(4):
+        row = four * 4 + j
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        value = value.to(tl.float32)
+        if KEPT == 0 or KEPT == 2:
+            s, of_rows = scale_of(tl.load(largest + row, mask=row < rows, other=0.0), TOP, LEAST, POWER)
             if tl.program_id(0) == 0:
-                tl.store(scale_columns + column, s, mask=column < columns)
-            turned_byte = byte_of(value * inverse[None, :], TOP, WIDE_RANGE)
-    else:
-        if KEPT == 1:
-            s, inverse = scale_of(tl.load(largest + column, mask=column < columns, other=0.0), TOP, LEAST, POWER)
-            if tl.program_id(0) == 0:
-                tl.store(scale + column, s, mask=column < columns)
+                tl.store(scale + row, s, mask=row < rows)
+            byte = byte_of(value * of_rows[:, None], TOP, WIDE_RANGE, PTX)
         else:
-            s, inverse = scale_of(tl.load(largest + tl.zeros([1], tl.int32)), TOP, LEAST, POWER)
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-                tl.store(scale + tl.zeros([1], tl.int32), s)
-        byte = byte_of(value * inverse[None, :], TOP, WIDE_RANGE)
-        turned_byte = byte
-    if PLAIN:
-        tl.store(q + row.to(tl.int64)[:, None] * columns + column[None, :], byte, mask=inside)
+            byte = byte_of(value * of_columns[None, :], TOP, WIDE_RANGE, PTX)
+        if PLAIN:
+            tl.store(q + row.to(tl.int64)[:, None] * columns + column[None, :], byte, mask=inside)
+        if KEPT == 2:
+            byte = byte_of(value * of_columns[None, :], TOP, WIDE_RANGE, PTX)
+        if TRANSPOSED:
+            word = _pushed(word, byte, PTX)
     if TRANSPOSED:
-        turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(qt + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(turned_byte), mask=turned)
+        at = qt.to(tl.pointer_type(tl.int32)) + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
+        tl.store(at, tl.trans(word), mask=(column < columns)[:, None] & (four * 4 < rows)[None, :])
 
 
 def quantize(
     x: Tensor, largest: Tensor, kept: int, format: str, power_of_two: bool, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if transposed and x.dtype == torch.float32:
-        # Triton 3.6 writes wrong transposes of what it loads as fp32 where 16 divides the columns (H100, 2026-11-26).
+    if transposed and not _in_words(x):
         q, _, scale = quantize(x, largest, kept, format, power_of_two, True, False)
-        return (q if plain else q.new_empty((0, 0))), _turned(q), scale
-    q, qt, scale, _ = _cast(x, largest, None, kept, format, power_of_two, plain, transposed)
-    return q, qt, scale
+        return (q if plain else q.new_empty((0, 0))), q.t().contiguous(), scale
+    return _cast(x, largest, None, kept, format, power_of_two, plain, transposed)[:3]
 
 
 def quantize_both(
     x: Tensor, rows: Tensor, columns: Tensor, format: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if x.dtype == torch.float32:  # as above
+    if not _in_words(x):
         q, _, scale = quantize(x, rows, 0, format, power_of_two, True, False)
         _, qt, scale_columns = quantize(x, columns, 1, format, power_of_two, False, True)
         return q, qt, scale, scale_columns
     return _cast(x, rows, columns, 2, format, power_of_two, True, True)
+
+
+def _in_words(x: Tensor) -> bool:
+    """True if the rows of x's transpose are known to be words."""
+    return isinstance(x.shape[0], int) and x.shape[0] % 4 == 0
 
 
 def _cast(
@@ -242,10 +278,10 @@ def _cast(
             torch.empty((columns,), dtype=torch.float32, device=x.device),
         )
     launch(
-        _quantize, (max(1, cdiv(rows, ROWS)), max(1, cdiv(columns, COLUMNS))), x,
+        _quantize, (max(1, cdiv(columns, COLUMNS)), max(1, cdiv(rows, TALL))), x,
         x, largest.contiguous(), second, q, qt, scale, scale_columns, rows, columns, x.stride(0),
         TOP=TOP[format], LEAST=LEAST, KEPT=kept, WIDE_RANGE=format == "e5m2", POWER=power_of_two, PLAIN=plain,
-        TRANSPOSED=transposed, R=ROWS, C=COLUMNS, num_warps=8,
+        TRANSPOSED=transposed, PTX=fast_math(), R=TALL, C=COLUMNS, num_warps=4,
     )  # fmt: skip
     return q, qt, scale, scale_columns
 
@@ -265,10 +301,6 @@ def _turn(
 
 
 def transposed(q: Tensor) -> Tensor:
-    return _turned(q)
-
-
-def _turned(q: Tensor) -> Tensor:
     q = q.contiguous()
     rows, columns = q.shape
     qt = torch.empty((columns, rows), dtype=torch.uint8, device=q.device)
