@@ -100,6 +100,12 @@ class UsageError(MegafxError):
     what_to_do = "Change the call as it says."
 
 
+class UsageRuntimeError(UsageError, RuntimeError):
+    """A use that torch refuses in eager mode, too, with a RuntimeError: backward through a freed graph, for instance."""
+
+    what_to_do = "Call backward once for each forward, before anything that it needs is changed; or do as it says."
+
+
 class CheckpointError(MegafxError):
     """A checkpoint is damaged or incomplete, cannot be written, or does not fit the model."""
 

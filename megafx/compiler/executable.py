@@ -17,7 +17,7 @@ import torch
 from megafx.compiler.cuda_graphs import CudaGraphs
 from megafx.compiler.kept_values import CastWeights, Gathered, KeptValues
 from megafx.distributed.parameters import JoinedParameters
-from megafx.errors import UsageError
+from megafx.errors import UsageError, UsageRuntimeError
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import Program, Saved, compiled_graph
 from megafx.kernels.common.ahead import Compiling, compile_ahead
@@ -305,7 +305,7 @@ class Executable:
         changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
         changed += [saved for part, version, saved in kept.parts if part._version != version]
         for saved in changed:
-            raise UsageError(
+            raise UsageRuntimeError(
                 f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
                 module=saved.fqn,
                 source=saved.source,
@@ -322,8 +322,8 @@ def _contiguous(x: Any) -> Any:
     return x.contiguous() if isinstance(x, torch.Tensor) and x.layout is torch.strided else x
 
 
-def freed() -> UsageError:
-    return UsageError(
+def freed() -> UsageRuntimeError:
+    return UsageRuntimeError(
         "backward ran through this call's graph before, and its values are freed",
         fix="call backward(retain_graph=True) the first time",
     )

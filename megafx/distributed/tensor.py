@@ -75,10 +75,9 @@ class TPTensor(DispatchedTensor):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
         if value.shape != self.shape:
-            name = f"'{vars(self)[NAME]}'" if NAME in vars(self) else "a parameter"
             raise UsageError(
-                f"{name} of shape {tuple(self.shape)} is set to data of shape {tuple(value.shape)}: the plan of a parallelized "
-                "model holds for the shape that it had",
+                f"{_named(self)} of shape {tuple(self.shape)} is set to data of shape {tuple(value.shape)}: the plan of a "
+                "parallelized model holds for the shape that it had",
                 fix="change shapes before megafx.parallelize(model); or in `with megafx.whole_parameters(model):`, and call "
                 "megafx.parallelize(model) again after it",
             )
@@ -99,6 +98,15 @@ class TPTensor(DispatchedTensor):
     def data_ptr(self) -> int:
         """Where this rank's shard lies. (A DTensor's own memory is empty; accelerate finds an optimizer's parameters by it.)"""
         return self._local_tensor.data_ptr()
+
+    def storage(self) -> Any:
+        """What safetensors' functions for plain models ask for: of a shard it would be memory of another size."""
+        raise UsageError(
+            f"the storage of {_named(self)} is asked for, which is in parts on several ranks",
+            fix="of safetensors.torch call save_file(megafx.full_state_dict(model), file) on every rank in place of "
+            "save_model or save_file(model.state_dict()), or megafx.save_pretrained(model, folder); and "
+            "megafx.load_safetensors(model, file) in place of load_model",
+        )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's physical shard."""
@@ -161,6 +169,10 @@ class WholeParameter(_Slots):
 
 
 _foreach_supported_types.extend([TPTensor, WholeParameter])  # clipping reduces all norms together then
+
+
+def _named(tensor: TPTensor) -> str:
+    return f"'{vars(tensor)[NAME]}'" if NAME in vars(tensor) else "a parameter"
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from megafx.errors import UsageError
+from megafx.errors import UsageError, UsageRuntimeError
 from megafx.ir.data_sizes import size_named
 from megafx.ir.facts import ids
 from megafx.kernels.common.op import define_op
@@ -32,7 +32,7 @@ _FUNCTIONS = {"min": min, "max": max}
 def length(number: Tensor, size: str) -> Tensor:
     n = int(number)
     if n < 0:
-        raise UsageError(
+        raise UsageRuntimeError(
             f"a number that is read from a tensor is {n}, and the graph computes with it as with a size",
             fix="keep a number that may be negative in a tensor, without `.item()`, `.tolist()` or `int()`",
         )
@@ -61,7 +61,7 @@ def check_sizes(
     }
     if not eval(_compiled(relation), {"__builtins__": {}, **_FUNCTIONS}, values):
         shown = re.sub(r"\b[ns]\d+\b", lambda name: str(values[name[0]]), relation)
-        raise UsageError(
+        raise UsageRuntimeError(
             f"a number that is read from a tensor does not fit: {where}, and {shown} does not hold",
             fix="give the model numbers that fit the sizes of its inputs; eager mode fails on these, too, or broadcasts a size "
             "of 1",

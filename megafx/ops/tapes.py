@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from megafx.errors import UsageError
+from megafx.errors import UsageError, UsageRuntimeError
 
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
 
@@ -238,7 +238,7 @@ def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted
     except RuntimeError as error:
         if "second time" not in str(error):
             raise
-        raise UsageError(
+        raise UsageRuntimeError(
             "a loss depends on a value that a hook, or a module that stays eager, has kept beside what it returned: backward "
             "of the one has freed what the other needs",
             fix="call backward(retain_graph=True), or return the value from the model's forward",

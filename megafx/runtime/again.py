@@ -11,7 +11,7 @@ from torch import nn
 
 from megafx.capture.libraries.huggingface import caches_left_out
 from megafx.distributed.parameters import Slot
-from megafx.errors import UsageError
+from megafx.errors import UsageRuntimeError
 from megafx.ir.call_spec import CallSpec, in_autocast, user_name
 from megafx.ir.program import Input, Program
 from megafx.meanwhile import in_modes
@@ -82,7 +82,7 @@ class Again:
         """Raise where the call can no longer be computed as it was. what: is computed by it."""
         for i, now, was in zip(self.graph.read, _versions(self.read), self.versions, strict=True):
             if now != was:
-                raise UsageError(
+                raise UsageRuntimeError(
                     f"'{self.graph.inputs[i].name}' was changed in place between forward and backward, which computes the "
                     f"call once more for {what}",
                     fix=f"call backward before the change{fix}",

@@ -14,6 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "load_state_dict(assign=True) <found>, and shards": "dist/on_ranks/weights.py",
+    "the storage of <self> is asked for, which is in pa": "dist/on_ranks/weights.py",
     "forward calls requires_grad_(<wanted>) of an argum": "loop/situations/forward/loop_asked.py",
     "forward writes <how> into parameter '<name>', which": "loop/situations/forward/loop_asked.py",
     "a loss depends on a value that a hook, or a module": "loop/situations/hooks/loop_hooks_that_store.py",
@@ -197,7 +198,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<count> stages for a model of <found> parts",
         "<func> <does> <what> of shape <shape>, of which ",
         "<func> on a cache that is sharded <placement> ov",
-        "<name> of shape <shape> is set to data of shape ",
+        "<self> of shape <shape> is set to data of shape ",
         "<option> <text> has no value",
         "<placements> cannot be redistributed to <placeme",
         "<what> is called on rank <get_rank> for a model ",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from ranks import check
-from safetensors.torch import save_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import megafx
@@ -245,3 +245,23 @@ def assigned_states_are_refused_where_more_than_values_change() -> None:
     assert model.head.weight is model.embed.weight
     for name, gradient in megafx.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
+
+
+@check(2, seed=0)
+def functions_of_safetensors_are_refused_with_advice_that_works(folder: Path) -> None:
+    """safetensors asks for storages, to see which tensors are tied. It would write a shard as if it were the whole."""
+    plain, file = Tied(), folder / f"plain{dist.get_rank()}.safetensors"
+    wanted = copy.deepcopy(plain.state_dict())
+    save_model(plain, str(file))
+    model = megafx.parallelize(plain, megafx.Config(), example_inputs=(torch.arange(10).view(2, 5),))
+    with torch.no_grad():
+        model.mix.weight.zero_()
+    for call in (partial(load_model, model, file), partial(save_model, model, "_"), partial(save_file, model.state_dict(), "_")):
+        with pytest.raises(UsageError, match=r"(?s)the storage of .*full_state_dict.*save_pretrained.*load_safetensors"):
+            call()
+    megafx.load_safetensors(model, file)
+    state = {n: value for n, value in megafx.full_state_dict(model).items() if n != "head.weight"}
+    save_file(state, file)
+    megafx.save_pretrained(model, folder / "saved")
+    for found in (load_file(file), load_file(folder / "saved" / "model.safetensors")):
+        assert all(torch.equal(value, wanted[n]) for n, value in found.items()) and len(found) == len(wanted) - 1

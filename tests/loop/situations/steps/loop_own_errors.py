@@ -275,3 +275,32 @@ def two_models_share_a_part(loop: Loop) -> None:
     model, x = loop.model(Heads(parts)), torch.randn(3, 8)
     (model(x, "actor").square().mean() + model(x, "critic").sum()).backward()
     loop.see_gradients(model)
+
+
+@situation(
+    "https://github.com/facebookresearch/fairseq/blob/main/fairseq/trainer.py"
+)  # it skips a batch on such an error
+def a_loop_catches_runtime_errors_of_backward(loop: Loop) -> None:
+    model = loop.model(nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(3, 8, requires_grad=True)
+        loss, caught = model(x).square().mean(), False
+        try:
+            if step == 1:
+                loss.backward()
+            if step == 2:
+                with torch.no_grad():
+                    model[2].weight.mul_(0.5)
+            if step == 3:
+                with torch.no_grad():
+                    model[2].weight.add_(0.5)
+                torch.autograd.grad(loss, x, create_graph=True)
+            loss.backward()
+        except RuntimeError:
+            caught = True
+            optimizer.zero_grad()
+        optimizer.step()
+        loop.see(loss=loss, caught=caught)
+        optimizer.zero_grad()
+    loop.see_state(model)
