@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
-from megafx.capture.libraries.caches import is_cache, kept, state_of
+from megafx.capture.libraries.caches import is_cache, state_of
 from megafx.capture.libraries.flex import flex_on_cpu
+from megafx.capture.libraries.records import kept, taken_apart
 from megafx.checks import simulate
 from megafx.checks.divergence import Divergence, first_divergence, first_nan
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
@@ -479,7 +480,8 @@ def _eager_outputs(plain: nn.Module, program: Program, call: ExampleCall) -> dic
     wanted = program.call.out_leaves[: len(program.call.out_leaves) - order]
     writes = program.call.state.writes.values()  # what forward leaves in attributes, lists and dicts
     left = [leaf for write in writes for leaf in write.left(write.place.get_in(plain))]
-    inputs = {leaf_name(path): x for path, x in pytree.tree_flatten_with_path((args, kwargs, loss_inputs))[0]}
+    tree = taken_apart((args, kwargs, loss_inputs))
+    inputs = {leaf_name(path): x for path, x in pytree.tree_flatten_with_path(tree)[0]}
     state = {f"state[{name}]": p for name, p in program.call.state.inputs.items() if isinstance(p, Place)}
     left += [state[name].get_in(plain) if name in state else inputs[name] for name in program.call.written]
     leaves = [leaf for leaf in pytree.tree_leaves(kept(output), is_leaf=is_cache) if not is_cache(leaf)]

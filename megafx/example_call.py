@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ def inputs_of(model: nn.Module, example_inputs: Any) -> Call:
     """example_inputs in its three forms -> (args, kwargs); made up for Hugging Face models when there are none."""
     if example_inputs is None:
         return synthesize_inputs(model)
-    if isinstance(example_inputs, dict):
+    if isinstance(example_inputs, (dict, UserDict)):
         return (), dict(example_inputs)
     if not isinstance(example_inputs, (tuple, list)):
         return (example_inputs,), {}

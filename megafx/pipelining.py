@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from megafx.capture.libraries.records import taken_apart
 from megafx.compiler.captured import Uncaptured
 from megafx.compiler.cut_stages import (
     FORM,
@@ -223,7 +224,7 @@ class _Maker:
     def made(self, args: Any, kwargs: dict[str, Any], stages: int | Sequence[str]) -> Pipeline:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None else None
         args, kwargs = Normalizer(self.model.forward)(args, kwargs)
-        tree = call_tree(args, kwargs, loss_inputs)
+        tree = taken_apart(call_tree(args, kwargs, loss_inputs))
         whole = self.whole(tree)
         with agreement.raising_together(self.everyone):
             made = divide(whole, self.context, self.kind, stages, self.mesh[PIPELINE_AXIS].size(), self.trained)
@@ -389,7 +390,7 @@ class _Run:
                 "step of a pipeline within no_sync", fix="step outside of no_sync, and add micro-batches instead"
             )
         args, kwargs = self.normalize(args, kwargs)
-        tree = call_tree(args, kwargs, loss_inputs)
+        tree = taken_apart(call_tree(args, kwargs, loss_inputs))
         form = self.maker.form(tree, self.pipe.training)
         self.values = self._cut_rows(form, tree)
         sizes = self._sizes(form)

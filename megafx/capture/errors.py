@@ -10,13 +10,12 @@ plain but scales a whole tensor by its largest element, which a shard does not k
 from __future__ import annotations
 
 import dis
-import enum
 import linecache
 import os
 import re
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from torch.nn.modules import module as torch_module
 
 from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_parts import functions_of
+from megafx.capture.libraries.records import is_leaf
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import user_name
-from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import frames_of, is_user_file
 from megafx.meanwhile import replacing
 from megafx.ops.eager_call import in_eager_code
@@ -199,18 +198,21 @@ _OF_NN = (os.path.dirname(torch.nn.__file__) + os.sep, torch._ops.__file__)  # o
 def refuse_leaves(named: Iterable[tuple[str, Any]]) -> None:
     """Raise for arguments that are no tensor and no plain value. named: (name, one of them)."""
     for name, value in named:
-        if not isinstance(value, LEAVES):
+        if not is_leaf(value):
             raise _unsupported(name, value)
-
-
-LEAVES = (torch.Tensor, enum.Enum, torch.memory_format, torch.layout, *PLAIN)
 
 
 def _unsupported(name: str, value: Any) -> CaptureError:
     kind = type(value)
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
-    if kind.__module__ == "numpy":
+    if kind.__module__ in ("numpy", "array"):
         fix = f"pass torch.as_tensor({user_name(name)}), and let forward compute with functions of torch"
+    elif isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)):
+        fix = f"pass a list: list({user_name(name)})"
+    elif isinstance(value, Mapping):
+        fix = f"pass a dict: dict({user_name(name)})"
+    elif isinstance(value, Set):
+        fix = "pass a list of its members: a set has an order of its own in each process"
     elif callable(value):
         fix = "set it as an attribute of the model, which forward reads and calls; or call it on what the model returns"
     if "Cache" in kind.__name__:

@@ -37,6 +37,7 @@ from megafx.capture.exported_call import ExportedCall, part_forward
 from megafx.capture.followed import Followed, Trace, TraceAgain
 from megafx.capture.libraries.caches import growing_dims, states_for_caches, written_arguments
 from megafx.capture.libraries.huggingface import part_group, sequence_group
+from megafx.capture.libraries.records import taken_apart
 from megafx.capture.like_layers import LikeLayers
 from megafx.capture.messages import Warned
 from megafx.capture.prepare import alone, fake_like, prepared, target_device
@@ -124,6 +125,7 @@ def capture_call(
     tree = call_tree(args, kwargs, loss_inputs)
     while register_dataclasses(pytree.tree_leaves(tree)):
         pass
+    args, kwargs, loss_inputs = tree = taken_apart(tree)
     leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
     refuse_leaves(leaves)
     refuse_scripted(model)

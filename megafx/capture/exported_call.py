@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from megafx.capture.eager_parts import CallValues
 from megafx.capture.followed import Trace
 from megafx.capture.hooks import without_hooks
 from megafx.capture.host_numbers import HostNumber
-from megafx.capture.libraries.caches import Ordered, Revived, kept
+from megafx.capture.libraries.caches import Ordered, Revived
 from megafx.capture.libraries.expert_loops import ExpertLoops
+from megafx.capture.libraries.records import Given, kept
 from megafx.capture.program import Returned
-from megafx.errors import CaptureError
 from megafx.ir.call_spec import ambient_autocast, in_autocast, register_dataclasses
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ops.eager_call import Order
@@ -63,12 +63,12 @@ class ExportedCall(nn.Module):
             entering, spec = pytree.tree_flatten((args, kwargs, loss_inputs, state))
             if self.same or self.constants:
                 entering = [entering[self.same.get(i, i)] for i in range(len(entering))]
-                entering = [self.constants.get(i, x) for i, x in enumerate(entering)]
+                entering = [copy.copy(self.constants[i]) if i in self.constants else x for i, x in enumerate(entering)]
                 args, kwargs, loss_inputs, state = pytree.tree_unflatten(entering, spec)
             tensors = {n: x for n, x in zip(self.names, entering, strict=True) if isinstance(x, torch.Tensor)}
             versions = {name: x._version for name, x in tensors.items()}
-            args, kwargs = caches.revive((args, kwargs))
-            given = [*_containers((args, kwargs))]
+            args, kwargs, loss_inputs = caches.revive((args, kwargs, loss_inputs))
+            given = Given((args, kwargs))
             assert self.trace is not None
             self.trace.reads.asked.begin(tensors)
             self.trace.memos.given = {id(x): name in self.numbers for name, x in tensors.items()}
@@ -88,7 +88,7 @@ class ExportedCall(nn.Module):
                 pass
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
-            _refuse_changes(given)
+            given.refuse_changes()
             written = {name: x for name, x in tensors.items() if x._version != versions[name]}
             result = kept(caches.result(result, self.trace.tensors, written))
             if self.order.last is not None:
@@ -96,36 +96,6 @@ class ExportedCall(nn.Module):
             leaves, spec = pytree.tree_flatten(result)
             self.returned([Returned.of(x) for x in leaves])
             return pytree.tree_unflatten([None if isinstance(x, HostNumber) else x for x in leaves], spec)
-
-
-def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any, Any]]:
-    """(path, name of its class, container, a copy) of each list, dict and dataclass among the arguments of a call; of a
-    dataclass the container is the dict of its attributes."""
-    name = type(tree).__name__
-    if is_dataclass(tree) and hasattr(tree, "__dict__"):
-        tree = vars(tree)
-    if type(tree) in (list, dict):
-        yield path, name, tree, tree.copy()
-    if type(tree) in (list, tuple, dict):
-        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _containers(part, (*path, key))
-
-
-def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], str, Any, Any]]) -> None:
-    """Raise if forward has changed a list, dict or dataclass that it was given: calls of a graph would not."""
-    for path, kind, container, copy in given:
-        same = len(container) == len(copy) and all(
-            container[key] is copy[key] if isinstance(container, list) or key in copy else False
-            for key in (container if isinstance(container, dict) else range(len(container)))
-        )
-        if not same:
-            top, *rest = path[1:]
-            name = (f"'{top}'" if isinstance(top, str) else f"number {top}") + "".join(f"[{key!r}]" for key in rest)
-            how = f"{kind}(...)" if kind in ("list", "dict") else "copy.copy(...)"
-            raise CaptureError(
-                f"forward changes its argument {name}, a {kind} of the caller's",
-                fix=f"change a copy of it ({how}), and return what is to be seen outside",
-            )
 
 
 def part_forward(module: nn.Module) -> Callable[..., Any]:

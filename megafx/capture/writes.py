@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
 
 from megafx.capture.host_numbers import HostNumber
-from megafx.capture.libraries.caches import Kept, Record, Shape, is_record, kept
+from megafx.capture.libraries.records import Kept, Record, Shape, is_record, kept
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import register_dataclasses
@@ -42,6 +42,7 @@ from megafx.ir.python_state import (
     NAMESPACES,
     NUMBERS,
     PLAIN,
+    SEQUENCES,
     Place,
     has_attributes_for_parts,
     items_of,
@@ -434,7 +435,8 @@ def _instance(value: Any) -> Any:
         return torch.Size(value.sizes)
     if isinstance(value, Record):
         made = value.instance(lambda part: pytree.tree_map(_instance, part, is_leaf=_is_made))
-        leave(made)
+        if not isinstance(made, (dict, *SEQUENCES)):
+            leave(made)
         return made
     return value
 

@@ -317,7 +317,11 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
     if leaf.scalar:
         return None if isinstance(value, (int, float)) else f"{leaf.name} is no longer a number"
     if not leaf.tensor:
-        return None if same(value, leaf.value) else f"{leaf.name} is {value!r}, captured as {leaf.value!r}"
+        return (
+            None
+            if same(comparable(value), comparable(leaf.value))
+            else f"{leaf.name} is {value!r}, captured as {leaf.value!r}"
+        )
     if not isinstance(value, torch.Tensor):
         return f"{leaf.name} is not a tensor"
     if value.dtype != leaf.dtype:
@@ -335,6 +339,12 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
         if int(want) != size:
             return f"dim {dim} of {leaf.name} is {size}, captured as {want}"
     return None
+
+
+def comparable(value: Any) -> Any:
+    """A set as text, in an order of its own; another constant itself."""
+    sets = isinstance(value, (set, frozenset))
+    return f"{type(value).__name__} of {', '.join(sorted(map(repr, value)))}" if sets else value
 
 
 def violated(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megafx.capture.libraries.caches import Updated, kept
+from megafx.capture.libraries.caches import Updated
+from megafx.capture.libraries.records import kept
 from megafx.distributed.parameters import Slot
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_whole import Part

@@ -26,12 +26,21 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megafx.capture.errors import LEAVES, is_other_form, refuse_forms, refuse_leaves
+from megafx.capture.errors import is_other_form, refuse_forms, refuse_leaves
 from megafx.capture.libraries.caches import CacheState, states_for_caches
+from megafx.capture.libraries.records import LEAVES, is_leaf, put_together, taken_apart
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
-from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses, user_name
+from megafx.ir.call_spec import (
+    CallSpec,
+    ambient_autocast,
+    call_tree,
+    comparable,
+    leaf_name,
+    register_dataclasses,
+    user_name,
+)
 from megafx.ir.program import Input, Program
 from megafx.ir.python_state import of_parameters, whole, without_gradient
 from megafx.runtime.cache_shard import CacheShard
@@ -66,22 +75,26 @@ class Call:
         tree = call_tree(args, kwargs, loss_inputs)
         while register_dataclasses(given := pytree.tree_leaves(tree)):
             pass
+        if not all([isinstance(x, LEAVES) for x in given]):
+            tree = taken_apart(tree)
+            given = pytree.tree_leaves(tree)
         if any([isinstance(x, (DTensor, np.generic)) for x in given]):
             tree = pytree.tree_map(_plain, tree)
         leaves, spec = pytree.tree_flatten(tree)
         if any(map(is_other_form, leaves)):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_forms((user_name(leaf_name(path)), x) for path, x in paths)
-        if not all([isinstance(x, LEAVES) for x in leaves]):
+        if not all([isinstance(x, LEAVES) or is_leaf(x) for x in leaves]):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_leaves((leaf_name(path), x) for path, x in paths)
         return Call(*tree, leaves, spec, caches, part, received=received)
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with the caches that were given."""
+        """(args, kwargs) with the caches that were given, and objects."""
         caches = iter(self.caches)
         back = lambda x: next(caches) if isinstance(x, CacheState) else x
-        return tuple(map(back, self.args)), {name: back(x) for name, x in self.kwargs.items()}
+        args, kwargs = put_together((self.args, self.kwargs), back, (CacheState,))
+        return args, kwargs
 
     def without_gradients(self) -> Call:
         """The same call, of whose tensors no gradient is wanted."""
@@ -197,7 +210,9 @@ def _leaf_kind(value: Any, grad: bool) -> Hashable:
         where = value.placement if isinstance(value, CacheShard) else None
         of = of_parameters(value)
         return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where, of
-    return type(value), repr(value) if isinstance(value, slice) else value  # Python 3.11 has no hash of it
+    return type(value), repr(value) if isinstance(value, slice) else comparable(
+        value
+    )  # Python 3.11 has no hash of slices
 
 
 @dataclass
@@ -284,7 +299,7 @@ def describe(
     """What a key holds, in lines that ranks compare, where they may have other devices than one another. params: by FQN."""
     named = list(zip(call.names(), call.leaves, strict=True))
     tensors = {n: v for n, v in named if isinstance(v, torch.Tensor)}
-    values = [(n, v.type if isinstance(v, torch.device) else v) for n, v in named if n not in tensors]
+    values = [(n, v.type if isinstance(v, torch.device) else comparable(v)) for n, v in named if n not in tensors]
     kinds = [(n, v.dtype, v.dim(), v.device.type, getattr(v, "placement", None)) for n, v in tensors.items()]
     training, cached = module_state(modules, configs)
     autocast = " and ".join(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megafx.capture.libraries.caches import is_cache, kept
+from megafx.capture.libraries.caches import is_cache
+from megafx.capture.libraries.records import kept
 from megafx.capture.program import output_path
 from megafx.capture.reads import IGNORED
 from megafx.checks.simulate import Logical, relative_error, relative_errors

@@ -11,25 +11,23 @@ the length of an empty tensor [n, 0], which is a symbol in the graph.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from megafx.capture.libraries.records import put_together, register
 from megafx.errors import CaptureError
-from megafx.ir.call_spec import leaf_name, register_dataclasses
+from megafx.ir.call_spec import leaf_name
 from megafx.ir.python_state import PythonState
 
 Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("object", class, ((name, form), ...)), ...
 
 _GROWING = "cumulative_length"  # prefix of the attributes that count tokens
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, type, Enum)
-_STRUCTURE = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, Enum)
-_OF_OTHERS = ("torch", "transformers", "numpy", "builtins", "megafx")  # whose objects are no records of tensors
 _WAY_OUT = "generate with a DynamicCache (cache_implementation='dynamic', the default) or with use_cache=False"
 
 
@@ -59,61 +57,6 @@ class Updated:
     arguments: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """In an output: a value that torch.export takes for none. It is part of the structure."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Shape:
-    """In an output: a torch.Size, which would be a tuple."""
-
-    sizes: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """In an output: an object of a class of the user's, a SimpleNamespace, a distribution. values: of its attributes."""
-
-    kind: type[Any]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-
-    def instance(self, one: Callable[[Any], Any]) -> Any:
-        """A new object. one: makes a value that of the user."""
-        made: Any = SimpleNamespace() if self.kind is SimpleNamespace else object.__new__(self.kind)
-        vars(made).update(zip(self.names, map(one, self.values), strict=True))
-        return made
-
-
-def is_record(value: Any) -> bool:
-    """True if this is an object whose attributes are all that it is: of a plain class of the user's, and its like."""
-    kind = type(value)
-    known = kind in pytree.SUPPORTED_NODES or isinstance(value, (torch.Tensor, type, Enum, BaseException, CacheState))
-    if kind is SimpleNamespace or kind.__module__.startswith("torch.distributions."):
-        return True
-    if known or callable(value) or not hasattr(value, "__dict__") or kind.__new__ is not object.__new__:
-        return False
-    return kind.__module__.partition(".")[0] not in _OF_OTHERS and "Cache" not in kind.__name__
-
-
-def kept(output: Any) -> Any:
-    """An output with what torch.export would refuse in it (dtypes, devices, members of an Enum, objects) as structure."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, torch.Size):
-            return Shape(tuple(value))
-        if is_record(value):
-            while register_dataclasses(pytree.tree_leaves([*vars(value).values()])):
-                pass
-            return Record(type(value), tuple(vars(value)), tuple(map(kept, vars(value).values())))
-        return Kept(value) if isinstance(value, _STRUCTURE) else value
-
-    return pytree.tree_map(one, output, is_leaf=lambda x: isinstance(x, torch.Size))
-
-
 class OutputKey(pytree.GetAttrKey):
     """Key of what the model returns, in `Updated` and `Ordered`."""
 
@@ -133,43 +76,20 @@ class CacheKey(pytree.MappingKey[str, Any]):
     """Key of a tensor in a `CacheState`."""
 
 
-def _register(kind: type[Any], parts: Callable[[Any], list[Any]], rest: Callable[[Any], Any], make: Any) -> None:
-    """parts: (key, value) of each part; rest: what is structure; make: of the parts' values and that."""
-    pytree.register_pytree_node(
-        kind,
-        lambda x: ([value for _, value in parts(x)], rest(x)),
-        make,
-        flatten_with_keys_fn=lambda x: (parts(x), rest(x)),
-    )
-
-
-_register(
+register(
     CacheState,
     lambda s: [(CacheKey(k), v) for k, v in s.tensors.items()],
     lambda s: (s.form, tuple(s.tensors)),
     lambda values, of: CacheState(of[0], dict(zip(of[1], values, strict=True))),
 )
-_register(SameCache, lambda s: [], lambda s: s.index, lambda _, index: SameCache(index))
-_register(Kept, lambda k: [], lambda k: k.value, lambda _, value: Kept(value))
-_register(
-    Shape,
-    lambda s: [(pytree.SequenceKey(i), n) for i, n in enumerate(s.sizes)],
-    lambda s: None,
-    lambda sizes, _: Shape(tuple(sizes)),
-)
-_register(
-    Record,
-    lambda r: [(pytree.GetAttrKey(n), x) for n, x in zip(r.names, r.values, strict=True)],
-    lambda r: (r.kind, r.names),
-    lambda values, of: Record(of[0], of[1], tuple(values)),
-)
-_register(
+register(SameCache, lambda s: [], lambda s: s.index, lambda _, index: SameCache(index))
+register(
     Updated,
     lambda u: [(OutputKey(n) if n == "output" else pytree.GetAttrKey(n), x) for n, x in vars(u).items()],
     lambda u: None,
     lambda values, _: Updated(*values),
 )
-_register(
+register(
     Ordered,
     lambda o: [(OutputKey("output"), o.output), (ORDER_KEY, o.last)],
     lambda o: None,
@@ -243,7 +163,7 @@ class Revived:
         self.inputs: list[torch.Tensor] = []  # kept alive: their ids are compared
 
     def revive(self, tree: Any) -> Any:
-        """Every state in a tree of arguments -> a cache."""
+        """Every state in a tree of arguments -> a cache, and every Record -> an object."""
 
         def one(value: Any) -> Any:
             if not isinstance(value, CacheState):
@@ -252,7 +172,7 @@ class Revived:
             self.caches.append(_write(value.form, iter(value.tensors.values()), None, copies=True))
             return self.caches[-1]
 
-        return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, CacheState))
+        return put_together(tree, one, (CacheState,))
 
     def result(self, returned: Any, written: dict[str, list[torch.Tensor]], arguments: dict[str, torch.Tensor]) -> Any:
         """What leaves the graph: `returned`, its caches as states; what the call's own caches hold; what forward wrote."""
@@ -304,15 +224,9 @@ def _as_the_model_returns(result: Any, own: Mapping[int, torch.Tensor], caches: 
             return own[id(value)]
         if isinstance(value, SameCache):
             return caches[value.index]
-        if isinstance(value, Kept):
-            return value.value
-        if isinstance(value, Shape):
-            return torch.Size(value.sizes)
-        if isinstance(value, Record):
-            return value.instance(lambda tree: _as_the_model_returns(tree, own, caches))
         return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
 
-    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache, Kept, Shape, Record)))
+    return put_together(result, one, (CacheState, SameCache))
 
 
 def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:
