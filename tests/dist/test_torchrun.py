@@ -44,12 +44,6 @@ def test_the_quick_start_of_the_readme_trains_one_model(tmp_path: Path) -> None:
     assert text.count("megafx: made the process group of 2 ranks (gloo)") == 1
 
 
-@pytest.mark.dist
-def test_separate_models_are_a_warning(tmp_path: Path) -> None:
-    text = torchrun(tmp_path, MODEL.format(config="megafx.Config(tensor_model_parallel_size=1), "))
-    assert text.count("ranks 1 of 1") == 2 and "makes each train a model of its own" in text
-
-
 TWO_HOSTS = """
 import os, socket
 socket.gethostname = lambda: "host" + os.environ["GROUP_RANK"]  # what megafx knows of hosts

@@ -18,7 +18,7 @@ def check(case: Case) -> None:
     assert what in ("exact", "not a model"), (what, text)
 
 
-@settings(max_examples=2, phases=[Phase.generate], **(PLAIN | {"derandomize": True}))
+@settings(max_examples=1, phases=[Phase.generate], **(PLAIN | {"derandomize": True}))
 @given(CASE)
 def test_some_random_models(case: Case) -> None:
     check(case)

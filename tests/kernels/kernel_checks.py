@@ -3,11 +3,14 @@ interpreter; what the tests of activations share: eager formulas, errors, number
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +49,30 @@ def _interpreter_runs_loops() -> bool:
 
     old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
     return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
+
+
+def _interpret_quickly() -> None:
+    """Triton's interpreter replaces its language once a launch, not at each call of a function too: a third of the time."""
+    from triton.runtime import interpreter
+
+    replace, everywhere = (
+        interpreter._patch_lang,
+        SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core}),
+    )
+    now: list[Any] = []
+
+    def once(function: Any) -> Any:
+        if now:
+            return interpreter._LangPatchScope()  # of a function that a kernel calls: nothing to put back
+        now.append(replace(everywhere))
+        return SimpleNamespace(restore=lambda: now.pop().restore())
+
+    interpreter._patch_lang = once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError, AttributeError):  # of another version of Triton
+        _interpret_quickly()
 
 
 # -- activations

@@ -117,7 +117,6 @@ def triton_checks():
         h, _, *stats = same("rms_norm", x, b, r, w, 1e-5, 1.0, *drawing)
         same("rms_norm_backward", h, g, gh, w, *stats, 1.0, full, x.dtype, bias_dtype, *drawing)
 
-    check((5, 40), 0.3)
     check((3, 37), 0.3)
     check((2, 3, 16), 0.0, full=False)
     check((4, 24), 0.3, branch=torch.bfloat16)

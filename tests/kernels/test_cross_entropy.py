@@ -407,9 +407,12 @@ def triton_checks():
             stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
             there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
             y[1:2] = -100
-            for smoothing in (0.0, 0.1):
-                # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
-                for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
+            # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
+            pieces = Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))
+            for smoothing, some in (
+                ((0.0, pieces[:1]), (0.1, pieces[1:])) if device == "cpu" else ((0.0, pieces), (0.1, pieces))
+            ):
+                for piece in some:
                     target = torch.where(y == -100, y, y + piece.global_start)
                     stats = plain.local_stats(x, target, [piece])
                     found = fast.stats(there, target.to(device), piece).cpu()

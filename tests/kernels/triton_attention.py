@@ -9,6 +9,7 @@ import math
 import sys
 import warnings
 
+import kernel_checks  # noqa: F401  makes Triton's interpreter quick
 import torch
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op

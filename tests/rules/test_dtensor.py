@@ -112,9 +112,10 @@ def compared(op: str, mesh: DeviceMesh, own: str | None = None) -> Iterator[tupl
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="its DTensor ends in an assertion for index_put's indices"
 )
-def test_what_dtensor_allows_is_allowed(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_what_dtensor_allows_is_allowed(part: int, mesh: DeviceMesh) -> None:
     ops, rows, other = set(), 0, dict[str, list[str]]()
-    for op in sorted({*RULES, *FAMILIES, *VIEWS}):
+    for op in sorted({*RULES, *FAMILIES, *VIEWS})[part::4]:
         if not op.startswith("aten.") or not samples_of(op, registered_rule(op)):
             continue
         for row, same in compared(op, mesh):
@@ -123,9 +124,9 @@ def test_what_dtensor_allows_is_allowed(mesh: DeviceMesh) -> None:
             if not same:
                 other.setdefault(op, []).append(text(row))
     assert {op: found for op, found in other.items() if op not in WHY} == {}
-    assert set(WHY) <= set(other), "a difference is gone: delete its reason"
+    assert ops & set(WHY) <= set(other), "a difference is gone: delete its reason"
     print(f"{len(ops)} ops, {rows} rows of DTensor's, {sum(map(len, other.values()))} none of ours")
-    assert len(ops) > 200 and rows > 400
+    assert len(ops) > 40 and rows > 70
 
 
 def test_a_rule_that_lacks_a_row_is_found(mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import check, raises
@@ -69,6 +70,13 @@ def ranks_have_one_config() -> None:
     raises(AgreementError, "Config.merge_linears", lambda: megafx.parallelize(Net(), config, mesh=mesh))
     with mock.patch.object(torch, "__version__", f"2.{rank}"):
         raises(AgreementError, "differ in the Config: 'torch = '2.0'' on rank 0", net)
+
+
+@check(2, seed=0)
+def separate_models_are_a_warning() -> None:
+    with pytest.warns(UserWarning, match="makes each train a model of its own"):
+        model = megafx.parallelize(nn.Linear(4, 4), megafx.Config(tensor_model_parallel_size=1), example_inputs=(torch.ones(2, 4),))
+    assert model.megafx.t == 1 and model.megafx.everyone is None
 
 
 @check(2, seed=0)
