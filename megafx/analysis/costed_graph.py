@@ -60,6 +60,7 @@ class _Builder:
         self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
         self.layers = Layers.of({spec.name: node.meta[VAL].shape for node, spec in self.params.items()})
         self.moves: dict[fx.Node, PricedTransition] = {}
+        self.cast: set[fx.Node] = set()  # whose cast to FP8 is priced
         self.removed: dict[str, list[str]] = defaultdict(list)
         for removal in self.plan.removals:
             many = "strategies" if removal.count > 1 else "strategy"
@@ -236,6 +237,13 @@ class _Builder:
             dtypes = [(FLOAT8, 1) if fp8 and each else (dtype, itemsize) for each in (True, True, wgrad)]
             price = functools.partial(grouped_seconds, groups) if groups else product_seconds
             once, back, weight = (price(*shape, *of, hardware) for shape, of in zip(shapes, dtypes, strict=True))
+            if fp8:
+                once, back, weight = (
+                    product + memory_seconds(cast, hardware)
+                    for product, cast in zip(
+                        (once, back, weight), self._cast_bytes(rule.operands[0].node, m, n, k, itemsize), strict=True
+                    )
+                )
             return flops, (once, back, weight) if has_weight else (once, back + weight, 0.0)
         if kind == ATTENTION:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))
@@ -248,6 +256,23 @@ class _Builder:
             held = share(choice.ins[0], self.context.t)
             return flops, (once, 0.0, 2 * once + memory_seconds(self._bytes(rule.operands[0].node) * held, hardware))
         return flops, (once, (1.0 if name == "add" else TRAINING_PASSES - 1.0) * once, 0.0)
+
+    def _cast_bytes(self, x: fx.Node, m: float, n: float, k: float, itemsize: int) -> tuple[float, float, float]:
+        """Bytes that casts to FP8 move for x [m, k] @ w [k, n]: in forward, and for the gradients of x and of w.
+
+        An operand is read and written in FP8, in both orientations if both are due at once. Kernels that make x and the
+        gradient leave their largest magnitude, for a scale of the whole; for weights, and for scales of rows, operands are read
+        once more. What several linears read is cast at the first.
+        """
+        one = 0 if x in self.cast else m * k
+        self.cast.add(x)
+        rows = itemsize if self.context.config.fp8_recipe == "rowwise" else 0
+        once, turned = itemsize + 1 + rows, itemsize + 1 + rows if rows else 2
+        return (
+            one * once + k * n * (2 * itemsize + 1),
+            m * n * (once + 1) + k * n * once,
+            one * turned if self.context.config.fp8_wgrad else 0.0,
+        )
 
     # -- memory
 

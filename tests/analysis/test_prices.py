@@ -1,4 +1,4 @@
-"""Covers: analysis/prices.py, analysis/costed_graph.py: seconds of grouped products."""
+"""Covers: analysis/prices.py, analysis/costed_graph.py: seconds of grouped products, and of casts to FP8."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import megafx
 from megafx.analysis.prices import seconds
 from megafx.api import _compiled
 from megafx.example_call import ExampleCall
-from megafx.planner.cost import grouped_seconds
-from megafx.planner.hardware import Hardware
+from megafx.planner.cost import grouped_seconds, memory_seconds, product_seconds
+from megafx.planner.hardware import FLOAT8, Hardware
 
 H100 = Hardware.load("h100-nvlink")
 ROWS = 4 * 5 * TOP // EXPERTS  # an expert's equal share
@@ -64,3 +64,51 @@ def test_the_timeline_has_groups_of_a_rank(t: int, override: str) -> None:
     if override:  # the op's price has its first products in the terms of the last
         want = [grouped_seconds(3, ROWS, HIDDEN, FFN + HIDDEN * 2 * FFN // HIDDEN, "bfloat16", 2, H100)]
     assert found == pytest.approx([round(1e6 * s, 3) for s in want])
+
+
+class _Two(torch.nn.Module):
+    """Layers with two linears of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(64, 96) for _ in "ab") for _ in range(2))
+        self.back = torch.nn.ModuleList(torch.nn.Linear(96, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (a, b), back in zip(self.layers, self.back, strict=True):
+            x = x + back(torch.sin(a(x)) * torch.cos(b(x)))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("wgrad", [True, False])
+def test_casts_to_fp8_are_in_the_price_of_products(recipe: str, wgrad: bool) -> None:
+    """By hand: bytes that each operand of a linear in bf16 takes, and one cast of the input that two linears share."""
+    m, n, k = 4 * 32, 96, 64
+    config = megafx.Config(
+        tensor_model_parallel_size=1, hardware="h100-nvlink", fp8="hybrid", fp8_recipe=recipe, fp8_wgrad=wgrad,
+        first_last_layers_bf16=False,
+    )  # fmt: skip
+    model = _Two().to(torch.bfloat16)
+    plan = megafx.plan(model, config, example_inputs=(torch.zeros(4, 32, 64).bfloat16(),))
+    first, second = [
+        node for node in megafx.explain(plan).costed.nodes if node.value.endswith("96]") and node.has_weight
+    ]
+    x, w, dy = m * k, n * k, m * n
+    read = 2 + 2 * (recipe == "rowwise")  # for the scales, and for the cast
+    cast_x, cast_w, cast_dy, turn_x = (
+        x * (read + 1),
+        w * 5,
+        dy * (read + 2),
+        x * (read + 1 if recipe == "rowwise" else 2),
+    )
+    again = w * (read + 1)
+    weight = (FLOAT8, 1) if wgrad else ("bfloat16", 2)
+    products = [
+        product_seconds(m, n, k, FLOAT8, 1, H100), product_seconds(m, k, n, FLOAT8, 1, H100),
+        product_seconds(k, n, m, *weight, H100),
+    ]  # fmt: skip
+    for node, of_x, turned in ((first, cast_x, turn_x if wgrad else 0), (second, 0, 0)):
+        casts = [memory_seconds(moved, H100) for moved in (of_x + cast_w, cast_dy + again, turned)]
+        want = [round(1e6 * (product + cast), 3) for product, cast in zip(products, casts, strict=True)]
+        assert [node.us, node.back_us, node.weight_us] == pytest.approx(want, abs=2e-3)

@@ -329,7 +329,7 @@ def test_a_plan_prices_the_linears_that_will_run_in_fp8() -> None:
         linears[name] = [op.us + op.back_us + op.weight_us for op in ops]
     assert times["fp8"] < times["no wgrad"] < times["bf16"] and times["fp8"] < times["ends"] < times["bf16"]
     halves = [a / b for a, b in zip(linears["fp8"], linears["bf16"], strict=True)]
-    assert all(0.4 < x < 0.75 for x in halves[:-1]) and halves[-1] == 1.0, halves  # the head is in no layer
+    assert all(0.4 < x < 0.8 for x in halves[:-1]) and halves[-1] == 1.0, halves  # the head is in no layer; with casts
 
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
