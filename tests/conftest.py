@@ -214,7 +214,6 @@ ONE_IN: dict[str, int] = {
     "rules/test_dtensor.py::test_what_dtensor_allows_is_allowed": 4,
     "rules/test_inference.py::test_rows_are_inferred_and_nothing_false_is": 10,
     "runtime/test_call_structures.py::test_adapters_that_come_late": 2,
-    "runtime/test_call_structures.py::test_adapters_that_come_too_late": 2,
     "runtime/test_call_structures.py::test_structure": 6,
     "runtime/test_direct_calls.py::test_a_part_on_simulated_ranks": 4,
     "runtime/test_generation.py::test_two_graphs_give_eagers_tokens": 2,

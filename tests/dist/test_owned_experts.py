@@ -29,7 +29,8 @@ EXPERT_NUMEL = 3 * moe.HIDDEN * moe.FFN
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("jobs", [(2,), pytest.param((2, 3, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [(2,), (2, 3, 1)])
 def test_jobs_on_so_many_ranks(jobs: tuple[int, ...], tmp_path: Path) -> None:
     """Each trains from where the one before stopped, beside an eager model that goes on through all."""
     for ranks in jobs:

@@ -71,13 +71,13 @@ def experts_shared_out_beside_other_axes() -> None:
     trains_like_one_process(EP | {"context_parallel_size": 2})
 
 
+FOUR = EP | {"data_parallel_size": 4, "data_parallel": "fsdp"}
+
+
 @check(4)
-def ranks_that_have_the_same_experts_hold_shards_of_them(folder: Path) -> None:
-    """Two groups of two: of the three experts (the second rank's are two and a pad) each rank stores a shard of two rows. A
-    checkpoint goes on where experts are shared out otherwise."""
-    four = EP | {"data_parallel_size": 4, "data_parallel": "fsdp"}
-    trains_like_one_process(four)
-    model, plain = megafx.parallelize(start(), megafx.Config(**four)), start()
+def ranks_that_have_the_same_experts_hold_shards_of_them() -> None:
+    """Two groups of two: of the three experts (the second rank's are two and a pad) each rank stores a shard of two rows."""
+    model, plain = megafx.parallelize(start(), megafx.Config(**FOUR)), start()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
     with model.megafx.no_sync():
         model(*part(a_call(4), 4)).backward()
@@ -91,9 +91,19 @@ def ranks_that_have_the_same_experts_hold_shards_of_them(folder: Path) -> None:
     whole = F.pad(up.full_tensor(), (0, 0, 0, 0, 0, 1))[3 * own :][:3]
     mine = F.pad(whole, (0, 0, 0, 0, 0, 1))[2 * group :][:2]
     assert torch.equal(up.to_local(), mine) and optimizer.state[up]["exp_avg"].to_local().shape == mine.shape
+
+
+@check(4, slow=True)
+def shards_of_the_same_experts_go_on_elsewhere(folder: Path) -> None:
+    """A checkpoint goes on where experts are shared out otherwise."""
+    trains_like_one_process(FOUR)
+    model = megafx.parallelize(start(), megafx.Config(**FOUR))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+    model(*part(a_call(4), 4)).backward()
+    optimizer.step(), optimizer.zero_grad()
     megafx.save_checkpoint(folder, model, optimizer, step=1)
     wanted = stepped(model, 4), megafx.full_state_dict(model)
-    for options in (four | {"expert_model_parallel_size": 4}, four | {"data_parallel": "ddp"}, four | {"expert_model_parallel_size": 1}):
+    for options in (FOUR | {"expert_model_parallel_size": 4}, FOUR | {"data_parallel": "ddp"}, FOUR | {"expert_model_parallel_size": 1}):
         again = megafx.parallelize(start(), megafx.Config(**options))
         assert megafx.load_checkpoint(folder, again, torch.optim.AdamW(again.parameters())).step == 1
         for ours, theirs in zip(stepped(again, 4), wanted[0], strict=True):
@@ -108,7 +118,17 @@ def start_list() -> nn.Module:
 @check(2)
 def experts_of_a_list_are_held_whole_by_their_rank(folder: Path) -> None:
     """Two of four a rank: nothing of the others is there, nor in the optimizer. Gradients are held back; a checkpoint goes on
-    without such ranks, and from there back to them."""
+    without such ranks."""
+    list_is_held_whole(folder, EP | {"expert_model_parallel_size": 1})
+
+
+@check(2, slow=True)
+def experts_of_a_list_come_back_to_their_rank(folder: Path) -> None:
+    list_is_held_whole(folder, EP | {"expert_model_parallel_size": 1}, EP)
+
+
+def list_is_held_whole(folder: Path, *others: dict[str, Any]) -> None:
+    """others: what a checkpoint goes on with, one after the other."""
     model, plain = megafx.parallelize(start_list(), megafx.Config(**EP, data_parallel="fsdp")), start_list()
     optimizer, its = (torch.optim.AdamW(m.parameters(), lr=0.02, eps=1e-4) for m in (model, plain))
     with model.megafx.no_sync():
@@ -127,8 +147,8 @@ def experts_of_a_list_are_held_whole_by_their_rank(folder: Path) -> None:
     wanted = stepped(plain, 1), dict(plain.state_dict())
     for ours, theirs in zip(stepped(model, 2), wanted[0], strict=True):
         near(ours, theirs, "a loss or a norm of shards")
-    at, path = EP | {"expert_model_parallel_size": 1}, folder / "a"
-    for options in (at, EP):
+    path = folder / "a"
+    for options in others:
         again = megafx.parallelize(start_list(), megafx.Config(**options))
         other = torch.optim.AdamW(again.parameters(), lr=0.02, eps=1e-4)
         assert megafx.load_checkpoint(path, again, other).step == 1
@@ -150,20 +170,22 @@ class Alternating(Listed):
 
 
 @check(2)
-def calls_that_read_experts_of_other_ranks_are_refused(folder: Path) -> None:
-    def made(experts: int) -> nn.Module:
-        return megafx.parallelize(copy.deepcopy(plain), megafx.Config(**EP | {"expert_model_parallel_size": experts}))
-
-    plain, (x,) = Alternating("one_hot_of_hugging_face", "above").double(), part(a_call(4)[:1], 2)
-    model = made(2)
+def calls_that_read_experts_of_other_ranks_are_refused() -> None:
+    model, (x,) = Alternating("above", "above").double(), part(a_call(4)[:1], 2)
+    megafx.parallelize(model, megafx.Config(**EP))
     model(x).backward()
     raises(PlanError, "is held by the rank of its expert alone, and this call reads it in another way", lambda: model(x, dense=True))
-    model = made(1)
+
+
+@check(2, slow=True)
+def calls_that_read_any_expert_work_where_ranks_have_all() -> None:
+    plain, (x,) = Alternating("one_hot_of_hugging_face", "above").double(), part(a_call(4)[:1], 2)
+    model = megafx.parallelize(copy.deepcopy(plain), megafx.Config(**EP | {"expert_model_parallel_size": 1}))
     model(x).backward()
     near(model(x, dense=True), plain(*a_call(4)[:1], dense=True), "a loss")
 
 
-@check(4)
+@check(4, slow=True)
 def experts_of_a_list_beside_tensor_parallel_ranks(folder: Path) -> None:
     """An expert is cut over the two of its rank; files have whole weights, and are read by the ranks that need them."""
     both = EP | {"tensor_model_parallel_size": 2}

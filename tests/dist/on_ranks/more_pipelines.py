@@ -123,7 +123,7 @@ def experts_shared_out(made: Callable[[], nn.Module], **options: Any) -> None:
     assert sum(p.to_local().numel() for p in pipe.parameters()) < 0.4 * sum(p.numel() for p in eager.parameters())
 
 
-@check(4, seed=0)
+@check(4, slow=True, seed=0)
 def pipeline_of_experts_shared_out() -> None:
     experts_shared_out(two_mixtures)
 

@@ -184,7 +184,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+        self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(8))
         self.act = nn.RReLU()
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:

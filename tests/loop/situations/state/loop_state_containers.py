@@ -101,12 +101,13 @@ def dicts_with_defaults_get_no_keys_from_a_capture(loop: Loop) -> None:
         held["step"] = model.step
         model.step += 1
 
-    for use in (listed, counted, popped):
-        for container in (collections.defaultdict(int), collections.Counter[str]()):
-            torch.manual_seed(0)
-            model = loop.model(Keeps(container, use))
-            _train(loop, model)
-            loop.see(held=[*model.container.items()])
+    uses: list[tuple[Use, Any]] = [(listed, collections.defaultdict(int)), (counted, collections.Counter[str]())]
+    uses += [(counted, collections.defaultdict(int)), (popped, collections.Counter[str]())]
+    for use, container in uses:
+        torch.manual_seed(0)
+        model = loop.model(Keeps(container, use))
+        _train(loop, model)
+        loop.see(held=[*model.container.items()])
 
 
 class Key(NamedTuple):

@@ -511,7 +511,8 @@ def code_of_a_prompt_reads_globals(loop: Loop) -> None:
         names: dict[str, Any] = {"nn": nn}
         exec(compile(PROMPT, file, "exec"), names)
         model = loop.model(names["Net"]())
-        for scale, shift, on in ((2.0, 1.0, True), (3.0, 1.0, True), (3.0, -0.5, True), (3.0, -0.5, False)):
+        changes = (2.0, 1.0, True), (3.0, 1.0, True), (3.0, -0.5, True), (3.0, -0.5, False)
+        for scale, shift, on in changes if file == "<stdin>" else changes[:2]:
             names["scale"] = scale
             names["settings"].update(shift=shift, on=on)
             loss = model(torch.randn(4, 8))

@@ -111,7 +111,7 @@ def a_penalty_of_a_model_with_hooks_on_tensors_and_state(loop: Loop) -> None:
     model.out.weight.register_hook(lambda g: 3 * g)
     for scale in (1.0, 0.5):
         model.scale = scale
-        x = torch.randn(5, 3, 8, requires_grad=True)
+        x = torch.randn(5, 2, 8, requires_grad=True)
         x.register_hook(lambda g: 2 * g)
         y = model(x)
         energy = model.energy
