@@ -87,6 +87,17 @@ TRANSFORM = (
 )
 
 
+class Differentiates(Exception):
+    """Code of the model computes a gradient."""
+
+
+DIFFERENTIATES = (
+    "forward differentiates (torch.autograd.grad): what autograd keeps for it leaves no trace",
+    "return the value, and take its gradient outside of the model, where it is computed in eager mode: "
+    "torch.autograd.grad(model(x).sum(), x, create_graph=True)",
+)
+
+
 class OneBatch(Exception):
     """Code of the model packs or nests sequences: a trace would have the lengths of one batch."""
 
@@ -143,7 +154,18 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    by_data = (found, fix) in (_BRANCH, _COUNT, _ANY, _LOOP, _ITEM, _SELECT, _PACKED, _NESTED, TRANSFORM)
+    by_data = (found, fix) in (
+        _BRANCH,
+        _COUNT,
+        _ANY,
+        _LOOP,
+        _ITEM,
+        _SELECT,
+        _PACKED,
+        _NESTED,
+        TRANSFORM,
+        DIFFERENTIATES,
+    )
     if by_data or (found, fix) == GENERATOR:
         fix = or_leave_eager(fix, module)
         if not module and "submodule" not in fix:
@@ -233,6 +255,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             )
     if isinstance(error, OneBatch):
         return _PACKED if str(error) == "packs" else _NESTED
+    if isinstance(error, Differentiates):
+        return DIFFERENTIATES
     if "TensorWrapper" in message:
         return TRANSFORM
     if "GuardOnDataDependent" in name or "data-dependent" in message:

@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
+from megafx.capture.errors import DIFFERENTIATES, Differentiates
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.program import located
 from megafx.ir.source_lines import current_user_line
@@ -104,18 +105,14 @@ def retain_grad(old: Callable[..., Any], value: Tensor) -> None:
 def no_gradients(old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What replaces `torch.autograd.grad`, `torch.autograd.backward` and `Tensor.backward` while a model is traced."""
     if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
-        raise gradient_in_forward(current_user_line())
+        raise Differentiates if old.__name__ == "grad" else gradient_in_forward(current_user_line())
     return old(*args, **kwargs)
 
 
 def gradient_in_forward(source: SourceLine | None, or_else: str = "") -> CaptureError:
     """or_else: what the code may do that has the same effect."""
-    return CaptureError(
-        f"forward differentiates (torch.autograd.grad){or_else}: what autograd keeps for it leaves no trace",
-        source=source,
-        fix="return the value, and take its gradient outside of the model, where it is computed in eager mode: "
-        "torch.autograd.grad(model(x).sum(), x, create_graph=True)",
-    )
+    found, fix = DIFFERENTIATES
+    return CaptureError(found.replace(":", f"{or_else}:", 1), source=source, fix=fix)
 
 
 def _held(function: Callable[..., Any]) -> list[Any]:

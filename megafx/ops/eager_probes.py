@@ -255,26 +255,37 @@ def _run(
     tracer = getattr(get_proxy_mode(), "tracer", None)
     entered = getattr(tracer, "module_stack", {})  # of modules; where one raises, torch leaves it there
     inside = entered.copy()
-    try:
-        return _run_outside(call, values, buffers, real)
-    except Exception:  # any: it is raised again, without the modules that it has left on the stack
-        entered.clear()
-        entered.update(inside)
-        raise
+    for differentiates in (False, True):
+        try:
+            return _run_outside(call, values, buffers, real, differentiates)
+        except Exception as error:  # any: it is raised again, without the modules that it has left on the stack
+            entered.clear()
+            entered.update(inside)
+            if differentiates or not torch.is_grad_enabled() or "does not require grad" not in str(error):
+                raise
+    raise AssertionError("the second run has raised")
 
 
 def _run_outside(
-    call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor], real: bool
+    call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor], real: bool, differentiates: bool
 ) -> tuple[list[Any], pytree.TreeSpec, bool]:
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.set_grad_enabled(differentiates):
+        if differentiates:
+            values = [x.detach().requires_grad_(wanted) for x, wanted in zip(values, call.wanted, strict=True)]
         meta = {n for n, b in buffers.items() if b.device.type == "meta"}
         own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
         before = torch.get_rng_state()
         with _Made():
             output = _tried(call, values, own, real)
+        if any(x.grad is not None for x in values):
+            raise CaptureError(
+                "a module that is left eager calls backward(), whose gradients its parameters would not keep",
+                module=call.fqn,
+                fix="let it take gradients by torch.autograd.grad",
+            )
         drawn = not torch.equal(before, torch.get_rng_state())
-    leaves, spec = pytree.tree_flatten(output)
-    return leaves, spec, drawn
+        leaves, spec = pytree.tree_flatten(output)
+        return [x.detach() if isinstance(x, Tensor) else x for x in leaves], spec, drawn
 
 
 def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor], real: bool) -> Any:

@@ -163,7 +163,9 @@ def record(
     differentiated = any(wanted)
     versions = [x._version for x in tensors if not x.is_inference()]
     cuts: list[Tensor] = []
-    with autograd_on() if differentiated else torch.no_grad():
+    off = torch.no_grad()  # which code may switch on, to differentiate; not so in inference mode
+    recording = contextlib.nullcontext() if torch.is_inference_mode_enabled() else autograd_on()
+    with recording, contextlib.nullcontext() if differentiated else off:
         leaves = [x.detach().requires_grad_(needs) for x, needs in zip(tensors, wanted, strict=True)]
         given = [
             _Given.apply(returned, i, run.anchor, x, copy) if x.requires_grad else x.clone() if copy else x

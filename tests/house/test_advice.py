@@ -42,6 +42,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "argument <name> is a <__qualname__>, whose __torch": "loop/situations/forward/loop_packing.py",
     "a call within a TorchFunctionMode (<__qualname__>": "loop/situations/steps/loop_transforms.py",
     "forward reads <name> of an argument, a <kind>, wh": "loop/situations/forward/loop_arguments.py",
+    "a module that is left eager calls backward(), who": "loop/situations/forward/loop_uncaptured.py",
     "argument <name> is a sparse tensor (<layout>), wh": "loop/situations/forward/loop_packing.py",
     "tensors are nested (torch.nested): the data of th": "loop/situations/forward/loop_packing.py",
     "forward changes what earlier calls left in the li": "loop/situations/state/loop_state_containers.py",

@@ -258,3 +258,59 @@ def text_is_cut_at_a_length_that_data_has(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+class Energy(nn.Module):
+    """An energy and its forces, by which models of molecules are trained. Evaluation under no_grad differentiates as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x if self.training else x.detach().requires_grad_()
+            energy = self.down(torch.tanh(self.up(x))).sum()
+            return energy, -torch.autograd.grad(energy, x, create_graph=self.training)[0]
+
+
+class Molecule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.energy = nn.Linear(6, 6), Energy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(x))
+        energy, forces = self.energy(h)
+        return energy + (forces * h).square().mean()
+
+
+class Relaxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x.detach()).sum().backward()
+        return self.linear(x).sum()
+
+
+@situation("https://github.com/atomistic-machine-learning/schnetpack/issues/446")
+def forces_are_gradients_inside_of_a_submodule(loop: Loop) -> None:
+    """The submodule is left eager; backward() in it would leave gradients nowhere, and is refused."""
+    model = loop.model(Molecule())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for rows in (3, 4, 3):
+        loss = model(torch.randn(rows, 6))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loop.see(loss=loss)
+    loop.see_gradients(model)
+    loop.see_state(model)
+    model.eval()
+    with torch.no_grad():
+        loop.see(evaluated=model(torch.randn(3, 6)))
+    if not loop.eager:
+        with pytest.raises(CaptureError, match="a module that is left eager calls backward"):
+            loop.model(nn.Sequential(nn.Linear(6, 6), Relaxes()), eager_modules=["1"])(torch.randn(3, 6))
