@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--autocast", action="store_true", help="bfloat16 products on parameters of --dtype")
+    parser.add_argument("--fp8", choices=("e4m3", "hybrid"), help="products of inner layers in FP8 (docs/fp8.md)")
     parser.add_argument("--compile", action="store_true", help="lower the graphs through Inductor")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--save", metavar="FOLDER", help="checkpoints of the parallel run, of every --save-every steps")
@@ -102,7 +103,10 @@ def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
 
 
 def tolerance(args: argparse.Namespace) -> tuple[float, float]:
-    return TOLERANCE["bfloat16" if args.autocast else args.dtype]
+    rounds = args.autocast or (
+        args.fp8 and args.dtype != "float64"
+    )  # to FP8: sums of another order, to the next number
+    return TOLERANCE["bfloat16" if rounds else args.dtype]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -202,13 +206,14 @@ def main() -> None:
         micro_batch_size=args.batch,
         seq_length=args.seq,
         compile=args.compile,
+        fp8=args.fp8,
     )
     data = standard_library()
     first = next(batches(data, args, device))
     products = ", bfloat16 products" if args.autocast else ""
     console.print(f"{len(data):,} bytes of Python's standard library; {ranks} x {device.type}, {args.dtype}{products}")
 
-    check_against_eager(args, config, first, device, console)
+    check_against_eager(args, config.replace(fp8=None), first, device, console)  # eager has no products in FP8
 
     with autocast(args, device):  # as the steps will be: it is planned, and compiled, for them
         model = megafx.parallelize(new_model(args, device, args.dropout), config, example_inputs=first)
