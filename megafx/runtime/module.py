@@ -78,7 +78,7 @@ def save(model: nn.Module, options: dict[str, Any], runtime: Runtime) -> None:
     if runtime.is_first and getattr(model, "is_remote_code", bool)():
         from transformers.dynamic_module_utils import custom_object_save
 
-        custom_object_save(model, str(folder), config=model.config)  # type: ignore[arg-type]  # HF annotates a dict
+        custom_object_save(model, str(folder), config=model.config)
 
 
 def _wanted(main: bool, runtime: Runtime) -> bool:
