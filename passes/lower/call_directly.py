@@ -10,12 +10,14 @@ Numbers that the dispatcher would convert get the schema's type.
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from megafx.ir.nodes import change_parts
+from megafx.ir.nodes import changed_copy
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
 from megafx.ops.collectives import mm_rows, pad_rows
@@ -36,7 +38,26 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 def call_directly(program: Program, context: CompileContext) -> int:
     """Return the number of calls changed."""
-    return change_parts(program, call_node_directly)
+    if program.partition is None:
+        return 0
+    changes = {"forward": [call_node_directly], "backward": [call_node_directly, _divide_as_autograd]}
+    program.partition, total = program.partition.changed(lambda gm, direction: changed_copy(gm, *changes[direction]))
+    return total
+
+
+def _divide_as_autograd(node: fx.Node) -> bool:
+    if node.target is not operator.truediv:
+        return False
+    node.target = quotient
+    return True
+
+
+def quotient(a: float, b: float) -> float:
+    """a / b, as autograd's C++ divides numbers in backward: by 0 too (the gradient of `x.std(0)` for one row)."""
+    try:
+        return a / b
+    except ZeroDivisionError:
+        return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a)
 
 
 def call_node_directly(node: fx.Node) -> bool:

@@ -162,3 +162,31 @@ def least_squares_in_a_submodule(loop: Loop) -> None:
     for n in (4, 7, 4):
         model(torch.randn(n, 6)).backward()
         loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/4320")
+def deviations_of_one_row_have_gradients(loop: Loop) -> None:
+    """Not a number in eager mode, where autograd divides by a size of 0; and with a part that does not use them."""
+    for deviation in (
+        lambda h: h.std(0),
+        lambda h: h.var(0, keepdim=True),
+        lambda h: torch.var_mean(h, 0)[0],
+        lambda h: torch.nan_to_num(h.std(0)) if h.shape[0] > 1 else h * 0,
+    ):
+        model = loop.model(Deviates(deviation))
+        for rows in (3, 1, 4):
+            loss = model(torch.randn(rows, 7))
+            model.zero_grad()
+            loss.backward()
+            loop.see(loss=loss)
+            loop.see_gradients(model)
+
+
+class Deviates(nn.Module):
+    def __init__(self, deviation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.deviation = nn.Linear(7, 8), nn.Linear(8, 5), deviation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return self.down(h + self.deviation(h)).square().mean() + self.down.bias.sum()
