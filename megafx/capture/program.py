@@ -33,11 +33,14 @@ PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 def mark_nodes(gm: fx.GraphModule) -> None:
     """Set source, fqn, made_by and region on every node, those in bodies of higher-order ops included.
 
-    Fakes of small constants hold their numbers, with which ops would be computed: passes look at forms alone.
+    Fakes of small constants hold their numbers, with which ops would be computed: passes look at forms alone. Nodes that torch
+    took out of a body may be missing among the users of their operands.
     """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
+                for operand in node.all_input_nodes:
+                    operand.users.setdefault(node)
                 for value in pytree.tree_leaves(node.meta.get(VAL)):
                     if isinstance(value, FakeTensor):
                         value.constant = None

@@ -1,7 +1,8 @@
 """Inline the bodies of the higher-order ops that export makes of grad-mode and autocast contexts.
 
 Before:  %y = wrap_with_set_grad_enabled(False, %body, %x)
-After:   the body's nodes; detach where a value computed without gradient is used by one computed with gradient
+After:   the body's nodes; detach where a value computed without gradient is used by one computed with gradient. (What an
+         in-place op changes is no such value: it is the tensor that the body was given.)
 Before:  %y = wrap_with_autocast('cpu', bfloat16, True, None, %body, %x)
 After:   the body's nodes, with the casts that autocast does as aten.to nodes
 """
@@ -18,6 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
+from megafx.ir.nodes import writes
 from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, located
 from megafx.passes.canonicalize.editor import BY, Editor
 
@@ -58,10 +60,17 @@ def _inline(editor: Editor, call: fx.Node, outer: _Mode) -> Any:
     made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     results = _copy_body(editor, call, body, made, mode)
     if outer.grad and not mode.grad:
-        own = {n for n in made.values() if isinstance(n, fx.Node) and is_floating(n)}.difference(operands)
+        own = {n for n in made.values() if isinstance(n, fx.Node) and is_floating(n) and _itself(n) not in operands}
         results = fx.node.map_arg(results, lambda n: editor.at(call)(aten.detach.default, n) if n in own else n)
     _substitute(call, results)
     return results
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """The tensor that in-place ops gave back."""
+    while node.op == "call_function" and writes(node) and node.target._schema.arguments[0].is_write:  # type: ignore[union-attr]  # an op, as it writes
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _copy_body(editor: Editor, call: fx.Node, body: fx.GraphModule, made: dict[fx.Node, Any], mode: _Mode) -> Any:

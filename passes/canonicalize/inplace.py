@@ -3,7 +3,8 @@
 Before:  %v = select(%x, 1, 0); copy_(%v, %y); %z = relu(%x)
 After:   %n = select_scatter(%x, %y, 1, 0); %z = relu(%n)
 Legal because: the walk knows of every view which tensor it is a view of, and each use of a tensor or view after a write reads
-its memory as the last write left it. Needs views in one spelling (views.py), but copies that are not yet erased.
+its memory as the last write left it. Needs views in one spelling (views.py), but copies that are not yet erased. A parameter
+that is written under no_grad gets the gradient of its new value, if nothing that autograd sees has read the old one.
 
 batch_norm in training updates its running statistics without saying so in its schema; these writes are written out before.
 Before:  %y = batch_norm(%x, %w, %b, %mean, %var, True, 0.1, 1e-5)        # changes %mean and %var
@@ -83,6 +84,7 @@ class _Functionalizer:
         self.version: dict[fx.Node, int] = {}
         self.seen: dict[fx.Node, int] = {}
         self.graded: set[fx.Node] = set()  # bases written where autograd sees it
+        self.used: set[fx.Node] = set()  # bases read where autograd sees it
         self.active = active_nodes(editor.program)
         self.grads = any(o.requires_grad for o in editor.program.outputs)
         call = editor.program.call
@@ -98,6 +100,13 @@ class _Functionalizer:
                 done.append(node)
             elif node.op == "call_function":
                 operand = self._viewed_operand(node)
+                if (
+                    node in self.active
+                    and node not in self.editor.without_grad
+                    and node.target is not aten.detach.default
+                ):
+                    names = map(self._name, node.all_input_nodes)
+                    self.used.update(self._base(n) for n in names if not self._detached(n))
                 self._read_operands(node)
                 if operand is not None:
                     self.parent[node] = operand
@@ -175,23 +184,25 @@ class _Functionalizer:
             if self._detached(name)
             else ""
         )
-        fresh = op_name(base) in _FRESH and base not in self.graded
+        leaf = bool(how) and self._has_gradient(base) and spec is not None and spec.kind == "param"
+        fresh = (leaf and base not in self.used) or (op_name(base) in _FRESH and base not in self.graded)
         renorm = node.target is aten.embedding_renorm_.default and self.grads
         if how and (self._has_gradient(base) or renorm) and not fresh and base not in self.editor.without_grad:
             if renorm:
                 found = "max_norm of an embedding writes into its weight in forward"
                 raise CaptureError(found, fix=_MAX_NORM, **located(node))
-            if spec is not None and spec.kind == "param":
-                found = f"forward writes {how} into parameter '{spec.name}', which has a gradient"
-                raise CaptureError(
-                    found, fix="write it between calls of the model (after optimizer.step())", **located(node)
-                )
+            if leaf:
+                found = f"forward has read parameter '{spec.name}', and writes into it {how}"
+                fix = "write it before forward first reads it, or between calls of the model (after optimizer.step())"
+                raise CaptureError(found, fix=fix, **located(node))
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
         value = self._new_value(node, name)
         if node in self.editor.without_grad:
             value = self.editor.at(node)(aten.detach.default, value)
         self._store(name, value, node, version)
+        if leaf:
+            self.current[base] = self._with_gradient_of(base, self.current[base], node)
         self.version[base], self.same[node] = version, name
         if not how:
             self.graded.add(base)
@@ -215,6 +226,12 @@ class _Functionalizer:
         if not self.editor.same_shape(value.meta[VAL], out.meta[VAL]):  # `out` would be resized
             return
         node.target, node.args, node.kwargs = aten.copy_.default, (out, value), {}
+
+    def _with_gradient_of(self, parameter: fx.Node, value: fx.Node, where: fx.Node) -> fx.Node:
+        """`value`, whose gradient is the parameter's: value + (parameter - parameter)."""
+        emit = self.editor.at(where)
+        none = emit(aten.sub.Tensor, parameter, emit(aten.detach.default, parameter))
+        return emit(aten.add.Tensor, emit(aten.detach.default, value), none)
 
     def _has_gradient(self, base: fx.Node) -> bool:
         """True if the value may have one in eager mode."""

@@ -16,7 +16,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "load_state_dict(assign=True) <found>, and shards": "dist/on_ranks/weights.py",
     "the storage of <self> is asked for, which is in pa": "dist/on_ranks/weights.py",
     "forward calls requires_grad_(<wanted>) of an argum": "loop/situations/forward/loop_asked.py",
-    "forward writes <how> into parameter '<name>', which": "loop/situations/forward/loop_asked.py",
+    "forward has read parameter '<name>', and writes in": "loop/situations/forward/loop_asked.py",
     "a loss depends on a value that a hook, or a module": "loop/situations/hooks/loop_hooks_that_store.py",
     "forward asks where a tensor's memory is (data_ptr,": "loop/situations/forward/loop_asked.py",
     "forward freezes parameters (requires_grad_(False))": "loop/situations/forward/loop_asked.py",

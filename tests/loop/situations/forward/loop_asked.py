@@ -184,14 +184,14 @@ def forward_puts_its_teacher_into_evaluation(loop: Loop) -> None:
 
 
 @situation("https://discuss.pytorch.org/t/proper-way-to-do-weight-clipping-in-forward/111453")
-def forward_initialises_a_weight_or_wants_a_gradient_of_its_argument(loop: Loop) -> None:
+def forward_writes_a_weight_after_its_use_or_wants_a_gradient_of_its_argument(loop: Loop) -> None:
     """Refused: the weight's gradient would be lost, and the caller's tensor would have none. The advice is followed."""
     model, x = (
-        loop.model(Asks(lambda linear, x: (nn.init.constant_(linear.weight, 0.1), linear(x))[1])),
+        loop.model(Asks(lambda linear, x: (linear(x), nn.init.constant_(linear.weight, 0.1))[0])),
         torch.randn(3, 8),
     )
     if not loop.eager:
-        with pytest.raises(CaptureError, match=r"(?s)into parameter 'linear.weight'.*between calls of the model"):
+        with pytest.raises(CaptureError, match=r"(?s)read parameter 'linear.weight'.*between calls of the model"):
             model(x)
     model = loop.model(Asks(lambda linear, x: linear(x.requires_grad_())))
     if not loop.eager:

@@ -1,4 +1,4 @@
-"""Frozen parameters that forward writes: momentum encoders and codebooks."""
+"""Parameters that forward writes under no_grad: momentum encoders, codebooks, weights that are clamped before they are used."""
 
 from __future__ import annotations
 
@@ -128,3 +128,48 @@ def a_queue_is_written_at_a_pointer(loop: Loop) -> None:
     """Also with gc.freeze(), after which the garbage collector does not know the code whose numbers are traced."""
     gc.freeze()
     trained(loop, ByPointer())
+
+
+class Clip(nn.Module):
+    def __init__(self, write: Callable[[Clip], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(7, 12), nn.Linear(7, 12), nn.Parameter(torch.tensor(4.7))
+        self.write = write
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.write(self)
+        a, b = F.normalize(self.a(x), dim=-1), F.normalize(self.b(y), dim=-1)
+        return (self.scale.exp() * a * b).tanh().mean()
+
+
+def _train_clip(loop: Loop, write: Callable[[Clip], object]) -> None:
+    torch.manual_seed(0)
+    model = loop.model(Clip(write))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = model(loop.rows(torch.randn(4, 7)), loop.rows(torch.randn(4, 7)))
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loop.see(evaluated=model.eval()(torch.randn(4, 7), torch.randn(4, 7)))
+    loop.see_state(model)
+
+
+@situation("https://github.com/openai/CLIP/issues/48", data=("ddp", "fsdp"))
+def a_scale_is_clamped_before_it_is_used(loop: Loop) -> None:
+    _train_clip(loop, torch.no_grad()(lambda m: m.scale.clamp_(0, 4.6)))
+    _train_clip(loop, lambda m: m.scale.data.clamp_(0, 4.6))
+
+
+@situation("https://github.com/facebookresearch/dino/issues/37", data=("ddp", "fsdp"))
+def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
+    """The last layer's prototypes; parts of a weight; twice; in training alone; by nn.init."""
+    _train_clip(
+        loop, torch.no_grad()(lambda m: m.a.weight.copy_(F.normalize(m.a.weight, dim=1)) if m.training else None)
+    )
+    _train_clip(loop, torch.no_grad()(lambda m: (m.a.weight.mul_(0.9), m.a.weight[:3].clamp_(-0.1, 0.1))))
+    _train_clip(loop, lambda m: (m.a.weight.data[:, 2].fill_(0.1), nn.init.constant_(m.b.bias, 0.2)))
