@@ -279,6 +279,11 @@ def test_ci_runs_the_tests():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_tests_of_which_one_case_in_so_many_runs_exist():
+    listed = re.findall(r'^    "([\w/]+\.py)::(\w+)": \d+,$', (ROOT / "tests/conftest.py").read_text(), re.MULTILINE)
+    assert listed and [name for file, name in listed if f"def {name}(" not in (ROOT / "tests" / file).read_text()] == []
+
+
 @pytest.mark.parametrize(
     "rule", ["lin: b s h, h -> b s h", pytest.param("nl[0]: b s! h, h -> b s! h", marks=pytest.mark.slow)]
 )
