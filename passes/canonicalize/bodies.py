@@ -68,7 +68,7 @@ def _inline(editor: Editor, call: fx.Node, outer: _Mode) -> Any:
 
 def _itself(node: fx.Node) -> fx.Node:
     """The tensor that in-place ops gave back."""
-    while node.op == "call_function" and writes(node) and node.target._schema.arguments[0].is_write:  # type: ignore[union-attr]  # an op, as it writes
+    while node.op == "call_function" and writes(node) and node.target._schema.arguments[0].is_write:
         node = node.all_input_nodes[0]
     return node
 

@@ -191,7 +191,7 @@ class _Functionalizer:
             if renorm:
                 found = "max_norm of an embedding writes into its weight in forward"
                 raise CaptureError(found, fix=_MAX_NORM, **located(node))
-            if leaf:
+            if leaf and spec is not None:
                 found = f"forward has read parameter '{spec.name}', and writes into it {how}"
                 fix = "write it before forward first reads it, or between calls of the model (after optimizer.step())"
                 raise CaptureError(found, fix=fix, **located(node))

@@ -218,5 +218,5 @@ register(
     Record,
     lambda r: [*zip((*map(pytree.GetAttrKey, r.names), *map(pytree.MappingKey, r.keys)), r.values, strict=True)],
     lambda r: (r.kind, r.names, r.keys),
-    lambda values, of: Record(*of, tuple(values)),
+    lambda values, of: Record(of[0], of[1], of[2], tuple(values)),
 )
