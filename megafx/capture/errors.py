@@ -68,6 +68,10 @@ _SELECT = (
     "compute on the whole tensor with torch.where or a mask; a loss that does so can be computed from the model's output in "
     "your own loop (Hugging Face: call the model without labels)",
 )
+_LSTSQ = (
+    "torch.linalg.lstsq: whether it returns residuals depends on the data of a tensor",
+    "solve by torch.linalg.pinv(a) @ b, or with a of full rank by torch.linalg.solve(a.mT @ a, a.mT @ b)",
+)
 _PACKED = (
     "sequences are packed (torch.nn.utils.rnn): the data of their lengths decides how many rows each step has",
     "give the recurrent module the padded batch, or put what packs and unpacks into a submodule, which is left eager",
@@ -161,6 +165,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
         _LOOP,
         _ITEM,
         _SELECT,
+        _LSTSQ,
         _PACKED,
         _NESTED,
         TRANSFORM,
@@ -272,7 +277,7 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
     if name == "TypeError" and _OF_TRUTH.search(message):  # `a == b` of truth values that a tensor holds
         return _BRANCH
     if "DynamicOutputShape" in name or "dynamic shape operator" in message:
-        return _SELECT
+        return _LSTSQ if "lstsq" in message else _SELECT
     if "DataDependentOutput" in name or message.startswith(".numpy() is not supported"):
         return _ITEM
     if "generator" in code and "concrete integers" in message:

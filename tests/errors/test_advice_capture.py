@@ -191,6 +191,11 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: F.instance_norm(x, m.buffer[:3].clone(), torch.ones(3).double()) + m.lin(x),
         lambda m, x: F.instance_norm(x) + m.lin(x),
     ),
+    "least squares": (
+        "torch.linalg.lstsq: whether it returns residuals",
+        lambda m, x: torch.linalg.lstsq(m.lin.weight, x[0].mT).solution,
+        lambda m, x: torch.linalg.pinv(m.lin.weight) @ x[0].mT,
+    ),
     "gradients inside": (
         "forward differentiates (torch.autograd.grad)",
         lambda m, x: torch.autograd.grad(m.lin(x).square().sum(), x, create_graph=True)[0],
