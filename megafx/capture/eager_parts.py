@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.conversions import original
+from megafx.capture.host_numbers import HostNumber
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.nodes import storage_of, writes
 from megafx.ir.program import VAL
@@ -132,6 +133,7 @@ class LeftFunction:
 
     def _node(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [x.entering() if isinstance(x, HostNumber) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not tensors:
             raise self.refuse("gets no tensor")

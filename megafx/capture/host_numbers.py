@@ -64,6 +64,10 @@ class HostNumber:
         self.owner.decisions.append((self.compute, self.value))
         return self.value
 
+    def entering(self) -> Any:
+        """What code that stays eager is given (ops/eager_probes.py)."""
+        return self.owner.as_tensor(self)
+
     def __bool__(self) -> bool:
         answer = bool(self.value)
         self.owner.decisions.append((lambda: bool(self.compute()), answer))

@@ -128,6 +128,7 @@ def _probed_call(
     probes: Probes | None = None,
 ) -> tuple[EagerCall, list[Tensor]]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = [x.entering() if hasattr(type(x), "entering") else x for x in leaves]  # numbers that forward counts
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     parameters = dict(module.named_parameters())
 

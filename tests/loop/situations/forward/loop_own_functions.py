@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from loop import Loop, situation
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 REVERSAL = "https://discuss.pytorch.org/t/solved-reverse-gradients-in-backward-pass/3589"
 STRENGTH = 1.0
@@ -327,3 +329,53 @@ def backward_records_by_helpers(loop: Loop) -> None:
         for _ in range(2):
             step(loop, model, torch.randn(4, 6))
     loop.see(norms=NORMS[:], total=METER.total, calls=METER.count["calls"])
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(x: Tensor, strength: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.strength = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return -ctx.strength * gradient, None
+
+
+class ScaledLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 9)
+
+    def forward(self, h: Tensor, scale: float) -> Tensor:
+        assert h.detach().abs().max().item() < 1e9
+        return self.layer(h) * scale
+
+
+class Adversary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.label, self.domain = nn.Linear(7, 9), ScaledLayer(), nn.Linear(9, 2)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        self.step += 1
+        strength = 2 / (1 + math.exp(-10 * self.step / 100)) - 1
+        h = F.relu(self.features(x))
+        loss = self.label(h, self.step * 0.1).square().mean() + self.domain(Reversed.apply(h, strength)).square().mean()
+        return loss, strength
+
+
+@situation("https://github.com/fungtion/DANN/issues/8")
+def a_function_and_an_eager_module_get_numbers_that_forward_counts(loop: Loop) -> None:
+    model, x = loop.model(Adversary()), torch.randn(6, 7)
+    for _ in range(4):
+        loss, strength = model(x)
+        loss.backward()
+        loop.see(loss=loss, strength=strength)
+        loop.see_gradients(model)
+    if not loop.eager:
+        assert model.megafx.captures == 1
