@@ -88,10 +88,10 @@ def _is_dense(node: fx.Node) -> bool:
 
 
 def _shows(node: fx.Node) -> bool:
-    """True if it is a view, or a part of one."""
+    """True if it is a view, or a part of one. Of torch's own: Inductor functionalizes no others (`pad_rows`)."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _shows(node.args[0])
-    return is_view(node) and not is_work(node)
+    return is_view(node) and not is_work(node) and getattr(node.target, "namespace", "") == "aten"
 
 
 @dataclass

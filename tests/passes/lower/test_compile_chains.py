@@ -188,6 +188,18 @@ def test_products_part_chains_and_single_ops_stay(compilations: list[str]) -> No
     assert any("exp" in str(n.target) for n in changed.graph.nodes)
 
 
+def test_views_by_megafx_part_chains(compilations: list[str]) -> None:
+    """Inductor refuses operators of others whose result may be their operand."""
+
+    def function(x0: Tensor) -> tuple[Tensor, ...]:
+        return (torch.ops.megafx.pad_rows((x0 + 1).exp(), 4).sin().square(),)
+
+    x = torch.randn(3, 4).double()
+    gm, program = of(function, x)
+    changed = with_chains(program, gm)
+    assert len(calls(changed)) == 2 and torch.equal(changed(x)[0], gm(x)[0])
+
+
 def test_random_numbers_and_other_devices_are_no_part(compilations: list[str]) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
