@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,8 +75,10 @@ def ranks_have_one_config() -> None:
 
 @check(2, seed=0)
 def separate_models_are_a_warning() -> None:
-    with pytest.warns(UserWarning, match="makes each train a model of its own"):
-        model = megafx.parallelize(nn.Linear(4, 4), megafx.Config(tensor_model_parallel_size=1), example_inputs=(torch.ones(2, 4),))
+    launched = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, launched), pytest.warns(UserWarning, match="makes each train a model of its own"):
+        config = megafx.Config(tensor_model_parallel_size=1)
+        model = megafx.parallelize(nn.Linear(4, 4), config, example_inputs=(torch.ones(2, 4),))
     assert model.megafx.t == 1 and model.megafx.everyone is None
 
 
@@ -103,9 +106,13 @@ def any_rank_of_a_mesh_that_differs_is_named() -> None:
     alone = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("values of all ranks go to all"))
     for other in range(4):
         named, here = other or 1, rank == other
-        text = rf"^rank {named} and rank 0 differ in the Config: 'Config.check_inputs_every = {1 if other == 0 else 0}' on"
+        text = (
+            rf"^rank {named} and rank 0 differ in the Config: 'Config.check_inputs_every = {1 if other == 0 else 0}' on"
+        )
         with at_once(), alone:
-            raises(AgreementError, text, lambda on=here: check_setting(megafx.Config(check_inputs_every=int(on)), group()))
+            raises(
+                AgreementError, text, lambda on=here: check_setting(megafx.Config(check_inputs_every=int(on)), group())
+            )
         with at_once(), alone:
             shape = 7 if here else 6
             raises(
@@ -115,7 +122,9 @@ def any_rank_of_a_mesh_that_differs_is_named() -> None:
             )
             weights = [("same", torch.ones(3)), ("other", torch.full((3,), float(here)))]
             assert differing(weights, group()) == ["other"]
-            kind, start = (ValueError, "^no table") if here else (AgreementError, f"^on rank {other}: ValueError: no table")
+            kind, start = (
+                (ValueError, "^no table") if here else (AgreementError, f"^on rank {other}: ValueError: no table")
+            )
             raises(kind, start, lambda on=here: together(on))
     assert net(**sizes).megafx.meshes.everyone is not None
 
@@ -270,8 +279,12 @@ def calls_that_go_apart_late() -> None:
         "hash of the values of 'x'": lambda: model(x(seed=rank)),
         "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
         "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
-        "requires_grad of a parameter, 'other.weight': True on rank 0, False on": lambda: wanted_of("other.weight", rank == 0),
-        "requires_grad of an input, 'kwargs.x.': False on rank 0, True on": lambda: model(x().requires_grad_(rank == 1)),
+        "requires_grad of a parameter, 'other.weight': True on rank 0, False on": lambda: wanted_of(
+            "other.weight", rank == 0
+        ),
+        "requires_grad of an input, 'kwargs.x.': False on rank 0, True on": lambda: model(
+            x().requires_grad_(rank == 1)
+        ),
         "autocast: autocast off on rank 0, autocast cpu as torch.bfloat16 on rank 1": lambda: autocast(rank == 1),
         "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
         "rank 0 is at the forward of call 5, rank 1 at the backward of call 4": lambda: alone(rank == 0),
@@ -294,9 +307,15 @@ def calls_that_go_apart_late() -> None:
 def parameters_that_part() -> None:
     """A step that one rank leaves out, at the next call; other steps, at the next comparison of parameters."""
     rank = dist.get_rank()
-    for options in ({}, *({"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel": f} for f in ("ddp", "fsdp"))):
+    for options in (
+        {},
+        *({"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel": f} for f in ("ddp", "fsdp")),
+    ):
         model = net(check_inputs_every=0, **options)
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-5), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)]
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=1e-5),
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0),
+        ]
         for step in range(4):
             model(x(seed=step)).backward()
             optimizers[0].step()
