@@ -1,4 +1,4 @@
-"""One of two ranks: rank 1 stalls, or is killed, in the middle of an overlapped exchange. Rank 0 says after how long it stopped.
+"""One of two ranks: rank 1 stalls, or is killed, in the middle of an overlapped exchange. Rank 0 says how long it took to stop.
 
 Run by tests: `exchange_fault.py FOLDER RANK stalls|ends`. On GPUs where there are two (NCCL and memory of the other one), else
 on CPUs (gloo and shared files).

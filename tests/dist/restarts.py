@@ -4,11 +4,11 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a start finds addresses of 
 torchrun --standalone --nproc-per-node 2 --max-restarts 20 tests/dist/restarts.py FOLDER --kills 20 --when step
 torchrun --standalone --nproc-per-node 2 --max-restarts 20 tests/dist/restarts.py FOLDER --kills 20 --when save
 
-Each start but the last kills one rank, drawn with its moment: within a training step, or within a save. With `--when outside`
-nothing is killed from here, and steps are slow enough for whoever kills an agent with its ranks. A start checks that
-the newest checkpoint is valid and not older than the last save that was reported. Rank 0 appends to FOLDER/events what happens,
-with the time; at the end it prints `losses ...` of all steps, as they were computed first, and what was seen. Where FOLDER/until
-is, it has the number of steps; a start takes as many ranks as there are.
+Each start but the last kills one rank, drawn with its moment: within a training step, or within a save. With `--when
+outside` nothing is killed from here, and steps are slow enough for whoever kills an agent with its ranks. A start checks
+that the newest checkpoint is valid and not older than the last save that was reported. Rank 0 appends to FOLDER/events what
+happens, with the time; at the end it prints `losses ...` of all steps, as they were computed first, and what was seen.
+Where FOLDER/until is, it has the number of steps; a start takes as many ranks as there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Covers: distributed/failures.py, faults inside of an exchange, check_finite, and what a step does when a rank is gone: on real gloo ranks.
+"""Covers: distributed/failures.py, faults inside of an exchange, check_finite, and what a step does when a rank is
+gone: on real gloo ranks.
 
 Run as a script, this file is one of two ranks.
 """

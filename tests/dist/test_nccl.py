@@ -1,5 +1,6 @@
 """The training example on two and four GPUs (NCCL), tensor and data parallel: gradients of a step and the loss curve of some
-more are those of one process, with dropout. What gloo's ranks show on CPUs; here with the library's collectives and the kernels."""
+more are those of one process, with dropout. What gloo's ranks show on CPUs; here with the library's collectives and
+kernels."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_experts_split_over_two_gpus() -> None:
 
 @pytest.mark.parametrize("how", ["stalls", "ends"])
 def test_a_fault_inside_of_an_exchange(tmp_path: Path, how: str) -> None:
-    """One GPU's rank stalls or dies between two copies: the barrier's time-out ends the other, by an error or by NCCL's watchdog."""
+    """One GPU's rank stalls or dies between two copies: a time-out ends the other, by an error or NCCL's watchdog."""
     visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
     begin = time.monotonic()
     script = str(Path(__file__).with_name("exchange_fault.py"))

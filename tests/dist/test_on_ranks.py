@@ -31,8 +31,8 @@ import ranks  # noqa: E402
 
 MODULES = (
     "transitions", "parameters", "optimizers", "train_models", "call_forms", "call_structures", "data_parallel", "batches",
-    "experts", "weights", "fsdp_checkpoint", "generation", "pipeline", "pipelines", "more_pipelines", "accelerated", "one_rank", "recompute",
-    "main_grad", "verified", "whole_parameters", "cached", "fp8_casts", "context",
+    "experts", "weights", "fsdp_checkpoint", "generation", "pipeline", "pipelines", "more_pipelines", "accelerated",
+    "one_rank", "recompute", "main_grad", "verified", "whole_parameters", "cached", "fp8_casts", "context",
     "experts_shared_out",
 )  # fmt: skip
 for module in MODULES:

@@ -114,8 +114,8 @@ def until(true: Any, seconds: float, running: list[subprocess.Popen[str]], folde
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, 20])
 def test_an_agent_is_lost_with_its_rank(kills: int, tmp_path: Path) -> None:
-    """The other agent ends soon and with an error, whichever is lost, that of rank 0 and of the store included; both start again
-    from the newest checkpoint, and the losses are those of a run that nothing happened to."""
+    """The other agent ends soon and with an error, whichever is lost, that of rank 0 and of the store included; both start
+    again from the newest checkpoint, and the losses are those of a run that nothing happened to."""
     draw, saved, running = random.Random(kills), 0, list[subprocess.Popen[str]]()
     try:
         for kill in range(kills):
@@ -145,17 +145,27 @@ def test_an_agent_is_lost_with_its_rank(kills: int, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_agents_that_are_left_and_with_one_more(tmp_path: Path) -> None:
-    """Elastic, by c10d's rendezvous: one of two agents is lost with its rank; the other goes on alone, from the last checkpoint.
+    """Elastic, by c10d's rendezvous: one of two agents is lost with its rank; the other goes on alone, from the last save.
     Another agent joins, and both go on. Losses are those of a run that nothing happened to."""
     conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "run"]
+    where = [
+        "--nnodes",
+        "1:2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "run",
+    ]
     where += ["--rdzv-conf", conf, "--max-restarts", "3", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2"]
     kills, running = 200, [agent(tmp_path, 0, 200, *where)]
 
     def saves(ranks: int, more: int, after: int) -> Callable[[], bool]:
         """Whether a start of so many ranks, of those after so many, has saved."""
-        return lambda: any(e["ranks"] == ranks for e in events(tmp_path, "started")[after:]) and (
-            len(events(tmp_path, "saved")) >= more
+        return lambda: (
+            any(e["ranks"] == ranks for e in events(tmp_path, "started")[after:])
+            and (len(events(tmp_path, "saved")) >= more)
         )
 
     try:

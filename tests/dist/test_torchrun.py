@@ -78,7 +78,9 @@ def test_two_hosts(tmp_path: Path, t: int) -> None:
         assert "".join(texts).count(f"on host{host}: equal") == 2
 
 
-def two_agents(tmp_path: Path, script: str, each: tuple[int, int] = (2, 2), code: int = 0, **variables: str) -> list[str]:
+def two_agents(
+    tmp_path: Path, script: str, each: tuple[int, int] = (2, 2), code: int = 0, **variables: str
+) -> list[str]:
     """What two torchrun agents with so many ranks print, each a host."""
     (tmp_path / "script.py").write_text(script)
     with socket.socket() as free:

@@ -121,7 +121,9 @@ def test_trainer_with_ranks_that_cut_sequences(tmp_path: Path) -> None:
     eager = run("hf_trainer.py", 1, "--eager", "--output", str(tmp_path / "eager"), *options)
     found = run("hf_trainer.py", 2, "--cp", "2", "--data-parallel", "fsdp", "--output", str(tmp_path / "two"), *options)
     for name in ("loss", "grad_norm"):
-        assert len(column(found, name)) == 4 and column(found, name) == pytest.approx(column(eager, name), rel=1e-5), name
+        assert len(column(found, name)) == 4 and column(found, name) == pytest.approx(column(eager, name), rel=1e-5), (
+            name
+        )
 
 
 def test_trainer_goes_on_after_a_checkpoint(tmp_path: Path) -> None:

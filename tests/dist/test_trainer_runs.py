@@ -1,5 +1,5 @@
-"""Trainers of transformers, trl and accelerate on two tensor-parallel gloo ranks, with their defaults and with LoRA: ten steps as
-one process has them with the plain model (trainer_runs.py)."""
+"""Trainers of transformers, trl and accelerate on two tensor-parallel gloo ranks, with their defaults and with LoRA: ten steps
+as one process has them with the plain model (trainer_runs.py)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python tests/dist/trainer_runs.py folder --eager names              # one process, the plain model
     torchrun --nproc-per-node 2 tests/dist/trainer_runs.py folder names
 
-Prints "log" and a dict as JSON: name -> losses and gradient norms of 10 steps and sums over the weights after them, or the error. Models are
-fp64, in which trl's default of bf16 autocast changes nothing.
+Prints "log" and a dict as JSON: name -> losses and gradient norms of 10 steps and sums over the weights
+after them, or the error. Models are fp64, in which trl's default of bf16 autocast changes nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "examples")]
 
-from hf_trainer import allow_cpu
-from shared import end, first, sequences, small_llama, start
+from hf_trainer import allow_cpu  # noqa: E402
+from shared import end, first, sequences, small_llama, start  # noqa: E402
 
-import megafx
-from megafx.integrations.hf_trainer import attach
+import megafx  # noqa: E402
+from megafx.integrations.hf_trainer import attach  # noqa: E402
 
 STEPS = 10
 RUNS: dict[str, Callable[[Runs], dict[str, list[float]]]] = {}

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import (
-    Pair,
-    check,
-    config,
-    gradients,
-    logits_of,
-    loss_of,
-    near,
-    raises,
-    same_gradients,
-    same_parameters,
-)
+from ranks import Pair, check, config, gradients, logits_of, loss_of, near, raises, same_gradients, same_parameters
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy

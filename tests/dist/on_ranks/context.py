@@ -1,6 +1,6 @@
 """Context parallelism on real gloo ranks: steps of a stock optimizer with clipping are those of one process on the whole
-sequences, in fp64 and with dropout, also with sharded parameters; no_sync, evaluation, generation with a cache, checkpoints that
-go on at other degrees; batches that differ.
+sequences, in fp64 and with dropout, also with sharded parameters; no_sync, evaluation, generation with a cache, checkpoints
+that go on at other degrees; batches that differ.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def trains_like_one_process(options: dict[str, Any], p: float, mesh: DeviceMesh 
 
 @cache
 def one_process(p: float) -> tuple[list[Any], dict[str, Tensor]]:
-    """What three steps give in eager mode; with dropout: by megafx on one rank, whose masks are those of all numbers of ranks."""
+    """What three steps give in eager mode; with dropout: by megafx on one rank, whose masks are those of any number."""
     one = start(p)
     if p > 0.0:
         one = megafx.parallelize(one, megafx.Config(tensor_model_parallel_size=1, cache=False))

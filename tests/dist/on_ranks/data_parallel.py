@@ -587,9 +587,7 @@ def batch_norm_has_the_statistics_of_the_whole_batch() -> None:
             wanted.backward()
             if not average:
                 near(loss.detach(), wanted.detach(), "loss")
-                same_tensors(
-                    megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient"
-                )
+                same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
         found, wanted = ({n: b.double() for n, b in m.named_buffers()} for m in (model, plain))
         same_tensors(found, wanted, "buffer")
 

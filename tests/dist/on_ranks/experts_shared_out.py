@@ -1,5 +1,6 @@
 """Experts that data-parallel ranks share out, on real gloo ranks: steps with clipping are those of one process in fp64, beside
-sharded parameters, context- and tensor-parallel ranks; own meshes, gradients held back, checkpoints that go on at other degrees.
+sharded parameters, context- and tensor-parallel ranks; own meshes, gradients held back, checkpoints that go on at other
+degrees.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def stepped(model: nn.Module, ranks: int) -> list[Tensor]:
     return found
 
 
-def trains_like_one_process(options: dict[str, Any], mesh: DeviceMesh | None = None, start: Callable[[], nn.Module] = start) -> None:
+def trains_like_one_process(
+    options: dict[str, Any], mesh: DeviceMesh | None = None, start: Callable[[], nn.Module] = start
+) -> None:
     model = megafx.parallelize(start(), megafx.Config(**options), mesh=mesh)
     found, state = stepped(model, options["data_parallel_size"]), megafx.full_state_dict(model)
     one = start()
@@ -66,7 +69,9 @@ def steps_with_experts_shared_out() -> None:
 def experts_shared_out_beside_other_axes() -> None:
     four = EP | {"data_parallel_size": 4}
     trains_like_one_process(four | {"expert_model_parallel_size": 4})
-    trains_like_one_process(four | {"data_parallel": "zero1"}, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ep", "tp")))
+    trains_like_one_process(
+        four | {"data_parallel": "zero1"}, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ep", "tp"))
+    )
     trains_like_one_process(EP | {"tensor_model_parallel_size": 2})
     trains_like_one_process(EP | {"context_parallel_size": 2})
 
@@ -87,7 +92,10 @@ def ranks_that_have_the_same_experts_hold_shards_of_them() -> None:
     same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
     optimizer.step(), optimizer.zero_grad()
     up = dict(model.named_parameters())["layers.0.up"]
-    group, own = dist.get_rank() // 2, dist.get_rank() % 2  # which of those that have the same experts, and which experts
+    group, own = (
+        dist.get_rank() // 2,
+        dist.get_rank() % 2,
+    )  # which of those that have the same experts, and which experts
     whole = F.pad(up.full_tensor(), (0, 0, 0, 0, 0, 1))[3 * own :][:3]
     mine = F.pad(whole, (0, 0, 0, 0, 0, 1))[2 * group :][:2]
     assert torch.equal(up.to_local(), mine) and optimizer.state[up]["exp_avg"].to_local().shape == mine.shape
@@ -103,7 +111,11 @@ def shards_of_the_same_experts_go_on_elsewhere(folder: Path) -> None:
     optimizer.step(), optimizer.zero_grad()
     megafx.save_checkpoint(folder, model, optimizer, step=1)
     wanted = stepped(model, 4), megafx.full_state_dict(model)
-    for options in (FOUR | {"expert_model_parallel_size": 4}, FOUR | {"data_parallel": "ddp"}, FOUR | {"expert_model_parallel_size": 1}):
+    for options in (
+        FOUR | {"expert_model_parallel_size": 4},
+        FOUR | {"data_parallel": "ddp"},
+        FOUR | {"expert_model_parallel_size": 1},
+    ):
         again = megafx.parallelize(start(), megafx.Config(**options))
         assert megafx.load_checkpoint(folder, again, torch.optim.AdamW(again.parameters())).step == 1
         for ours, theirs in zip(stepped(again, 4), wanted[0], strict=True):
@@ -174,7 +186,11 @@ def calls_that_read_experts_of_other_ranks_are_refused() -> None:
     model, (x,) = Alternating("above", "above").double(), part(a_call(4)[:1], 2)
     megafx.parallelize(model, megafx.Config(**EP))
     model(x).backward()
-    raises(PlanError, "is held by the rank of its expert alone, and this call reads it in another way", lambda: model(x, dense=True))
+    raises(
+        PlanError,
+        "is held by the rank of its expert alone, and this call reads it in another way",
+        lambda: model(x, dense=True),
+    )
 
 
 @check(2, slow=True)
@@ -194,7 +210,9 @@ def experts_of_a_list_beside_tensor_parallel_ranks(folder: Path) -> None:
     model(*part(a_call(4)[:1], 2)).backward()
     before = megafx.full_state_dict(model)
     megafx.save_checkpoint(folder, model, step=1)
-    again = megafx.parallelize(start_list(), megafx.Config(**EP | {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}))
+    again = megafx.parallelize(
+        start_list(), megafx.Config(**EP | {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2})
+    )
     with torch.no_grad():
         for p in again.parameters():
             p.zero_()
@@ -266,7 +284,7 @@ def rows_of_experts_are_counted_over_all_ranks() -> None:
 
 @check(2)
 def files_have_whole_experts(folder: Path) -> None:
-    """Stacks and a list, on meta: each rank reads its own experts, and files that ranks write together are those of one process."""
+    """Stacks and a list, on meta: each rank reads its own experts, and files that ranks write are those of one process."""
     call = a_call(4)
     for name, make, given in (("stacks", start, call), ("list", start_list, call[:1])):
         plain = make()

@@ -64,4 +64,7 @@ def whole(value: Any) -> Any:
 def megafx_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """FQN -> {key: the tensor in original coordinates}."""
     names = {id(p): n for n, p in model.named_parameters()}
-    return {names[id(p)]: {k: getattr(v, "full_tensor", v.clone)() for k, v in kept.items()} for p, kept in optimizer.state.items()}
+    return {
+        names[id(p)]: {k: getattr(v, "full_tensor", v.clone)() for k, v in kept.items()}
+        for p, kept in optimizer.state.items()
+    }

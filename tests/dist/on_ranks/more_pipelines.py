@@ -56,7 +56,13 @@ def pipeline_with_a_loss_function() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2))).double()
     eager, x, y = copy.deepcopy(model), torch.randn(4, 5).double(), torch.randn(4, 5).double()
     pipe = megafx.pipeline(
-        model, config(t=1), stages=2, microbatches=4, schedule="GPipe", loss_fn=loss_of, example_inputs={"input": x, "loss_inputs": {"target": y}}
+        model,
+        config(t=1),
+        stages=2,
+        microbatches=4,
+        schedule="GPipe",
+        loss_fn=loss_of,
+        example_inputs={"input": x, "loss_inputs": {"target": y}},
     )
     loss = loss_of(eager(x), y)
     loss.backward()
@@ -165,7 +171,7 @@ def averages(c: int) -> None:
 
 @check(2, 4, slow=(4,), seed=0)
 def pipeline_resumes_at_another_cut(folder: Path) -> None:
-    """Saved by stages, loaded by others, on 4 ranks by 2 of 2 tensor-parallel ones, and by one process: the same steps follow."""
+    """Saved by stages, loaded by others, on 4 ranks by 2 of 2 tensor-parallel ones, and by one process: equal steps follow."""
     ranks = dist.get_world_size()
 
     def made() -> nn.Module:
@@ -174,7 +180,9 @@ def pipeline_resumes_at_another_cut(folder: Path) -> None:
 
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         decay = [p for p in model.parameters() if p.dim() > 1]
-        return torch.optim.AdamW([{"params": decay}, {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.01}])
+        return torch.optim.AdamW(
+            [{"params": decay}, {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.01}]
+        )
 
     def stepped(pipe: Any, optimizer: torch.optim.Optimizer, count: int) -> list[Tensor]:
         losses = []
@@ -189,9 +197,7 @@ def pipeline_resumes_at_another_cut(folder: Path) -> None:
     megafx.save_checkpoint(folder, four, optimizer, step=1)
     wanted = stepped(four, optimizer, 2)
     t, begins = (1, ["norm"]) if ranks == 2 else (2, ["layers.1"])
-    two = megafx.pipeline(
-        made(), config(t=t), stages=begins, microbatches=2, schedule="GPipe", example_inputs=batch()
-    )
+    two = megafx.pipeline(made(), config(t=t), stages=begins, microbatches=2, schedule="GPipe", example_inputs=batch())
     optimizer = adamw(two)
     assert megafx.load_checkpoint(folder, two, optimizer).step == 1
     for found, loss in zip(stepped(two, optimizer, 2), wanted, strict=True):

@@ -214,10 +214,10 @@ def an_error_of_one_rank_in_safetensors(folder: Path) -> None:
         with (
             mock.patch(f"megafx.weights.load.{what}", side_effect=OSError("worn out"))
             if rank
-            else contextlib.nullcontext()
+            else contextlib.nullcontext(),
+            at_once(),
         ):
-            with at_once():
-                raises(CheckpointError, "OSError: worn out", lambda: megafx.load_safetensors(model, folder))
+            raises(CheckpointError, "OSError: worn out", lambda: megafx.load_safetensors(model, folder))
     for what, alone in {"find_savings": 1, "save_config": 0, "_finish": 0}.items():  # the last two are rank 0's
         stops = mock.patch(f"megafx.weights.save.{what}", side_effect=ValueError("worn out"))
         with stops if rank == alone else contextlib.nullcontext(), at_once():

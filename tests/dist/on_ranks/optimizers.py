@@ -146,7 +146,9 @@ def train(model: nn.Module, optimizer: optim.Optimizer, make: Make, steps: int =
 def same(model: nn.Module, wanted: nn.Module, what: str) -> None:
     found = full_state_dict(model)
     for name, value in wanted.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{what}, {n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{what}, {n}: {m}"
+        )
 
 
 def trained_as_one_process(what: str, make: Make, made: tuple[bool, ...]) -> None:

@@ -272,10 +272,7 @@ def autograd_goes_through_parameters() -> None:
     model, _ = sharded_like(reference)
     p, q = model.blocked.weight, reference.blocked.weight
     weights = torch.arange(48.0).view(12, 4)
-    for loss, plain in (
-        ((p.full_tensor() * weights).sum(), (q * weights).sum()),
-        ((p**2).sum(), (q**2).sum()),
-    ):
+    for loss, plain in (((p.full_tensor() * weights).sum(), (q * weights).sum()), ((p**2).sum(), (q**2).sum())):
         p.grad = q.grad = None
         loss.backward()
         plain.backward()

@@ -19,7 +19,9 @@ import megafx
 SHARDED: dict[str, Any] = {"data_parallel_size": 2, "data_parallel": "fsdp"}
 
 
-def step(layers: int = 2, autocast: bool = False, checkpoint: bool = False, **config: Any) -> tuple[Tensor, dict[str, Tensor], int]:
+def step(
+    layers: int = 2, autocast: bool = False, checkpoint: bool = False, **config: Any
+) -> tuple[Tensor, dict[str, Tensor], int]:
     """(loss, this rank's gradients, bytes kept) of one step of a GPT-2 with dropout."""
     torch.manual_seed(0)
     model, inputs = zoo.build("gpt2", layers=layers, dropout=0.1)

@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import (
-    Pair,
-    PromoteCasts,
-    check,
-    config,
-    gradients,
-    logits_of,
-    loss_of,
-    near,
-    same_gradients,
-)
+from ranks import Pair, PromoteCasts, check, config, gradients, logits_of, loss_of, near, same_gradients
 from torch import nn
 
 import megafx

@@ -72,7 +72,9 @@ class Layers(nn.Module):
 def fp8_on_real_ranks_is_that_of_one() -> None:
     """Scales are the largest over the ranks: with those of a rank alone the numbers would be 1% off."""
     for recipe in ("tensorwise", "rowwise"):
-        config = megafx.Config(fp8="hybrid", first_last_layers_bf16=False, tp_comm_overlap=True).replace(fp8_recipe=recipe)
+        config = megafx.Config(fp8="hybrid", first_last_layers_bf16=False, tp_comm_overlap=True).replace(
+            fp8_recipe=recipe
+        )
         x = torch.randn(3, 5, 6, dtype=torch.float64)
         verdict = megafx.verify(Layers().double(), config, example_inputs=x, on_ranks=True)
         assert verdict and verdict.reference == "megafx at t=1" and verdict.tolerance == 1e-10, str(verdict)

@@ -256,8 +256,14 @@ def functions_of_safetensors_are_refused_with_advice_that_works(folder: Path) ->
     model = megafx.parallelize(plain, megafx.Config(), example_inputs=(torch.arange(10).view(2, 5),))
     with torch.no_grad():
         model.mix.weight.zero_()
-    for call in (partial(load_model, model, file), partial(save_model, model, "_"), partial(save_file, model.state_dict(), "_")):
-        with pytest.raises(UsageError, match=r"(?s)the storage of .*full_state_dict.*save_pretrained.*load_safetensors"):
+    for call in (
+        partial(load_model, model, file),
+        partial(save_model, model, "_"),
+        partial(save_file, model.state_dict(), "_"),
+    ):
+        with pytest.raises(
+            UsageError, match=r"(?s)the storage of .*full_state_dict.*save_pretrained.*load_safetensors"
+        ):
             call()
     megafx.load_safetensors(model, file)
     state = {n: value for n, value in megafx.full_state_dict(model).items() if n != "head.weight"}

@@ -122,7 +122,9 @@ def refusals_name_the_parameter_and_advice_that_works(folder: object) -> None:
     for refused in (lambda p: p.t_(), lambda p: p[1:].squeeze_(), lambda p: p.unsqueeze_(0)):
         with (
             torch.no_grad(),
-            pytest.raises(megafx.MegafxError, match=r"aten\.\w+\.default .* parameter 'up.weight' .*\n.*whole_parameters"),
+            pytest.raises(
+                megafx.MegafxError, match=r"aten\.\w+\.default .* parameter 'up.weight' .*\n.*whole_parameters"
+            ),
         ):
             refused(model.up.weight)
     with pytest.raises(megafx.MegafxError, match=r"'up.weight' of shape \(13, 8\) is set to data of shape \(2,\)"):

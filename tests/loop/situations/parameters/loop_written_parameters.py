@@ -173,3 +173,20 @@ def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
     )
     _train_clip(loop, torch.no_grad()(lambda m: (m.a.weight.mul_(0.9), m.a.weight[:3].clamp_(-0.1, 0.1))))
     _train_clip(loop, lambda m: (m.a.weight.data[:, 2].fill_(0.1), nn.init.constant_(m.b.bias, 0.2)))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/26596")
+def rows_of_an_embedding_are_bounded_by_max_norm(loop: Loop) -> None:
+    torch.manual_seed(0)
+    bounded = nn.Embedding(11, 6, max_norm=0.5)
+    model = loop.model(nn.Sequential(bounded, nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = model(loop.rows(torch.randint(11, (4, 3)))).square().mean()
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+        loop.see_state(model)
+        optimizer.step()
+        optimizer.zero_grad()
