@@ -334,8 +334,11 @@ def test_a_model_with_a_parallelized_part_and_a_class_of_its_own() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return self.kind({"out": self.inner(x)})
 
-    class Own(dict[str, torch.Tensor]):
-        pass
+    class Own:
+        __slots__ = ("out",)
+
+        def __init__(self, parts: dict[str, torch.Tensor]) -> None:
+            self.out = parts["out"]
 
     with refused("forward returns a <kind>, whose parts a graph does not know"):
         megafx.parallelize(Parts(Own), ONE)(X)
