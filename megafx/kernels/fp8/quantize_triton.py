@@ -152,8 +152,8 @@ def scale_of(found, TOP: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr)
 def byte_of(value, TOP: tl.constexpr, WIDE_RANGE: tl.constexpr, PTX: tl.constexpr):
     """value clamped to +-TOP, in e4m3 or, WIDE_RANGE, e5m2, as uint8.
 
-    PTX: four at once. Of Triton's own casts, ptxas 12.8 (of Triton 3.6) mixes up bytes that are then widened, transposed or
-    stored one by one (H100 2026-11-26, H200 2026-11-29).
+    PTX: four at once. Bytes of Triton 3.6's own casts that were then widened, transposed or stored one by one came out wrong on
+    GPUs (H100 2026-11-26, H200 2026-11-29), though their PTX read right: by ptxas 12.8, it seems.
     """
     if PTX:
         if WIDE_RANGE:
