@@ -103,9 +103,8 @@ def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
 
 
 def tolerance(args: argparse.Namespace) -> tuple[float, float]:
-    rounds = args.autocast or (
-        args.fp8 and args.dtype != "float64"
-    )  # to FP8: sums of another order, to the next number
+    # in FP8, sums of another order round to other numbers; in float64 hardly ever
+    rounds = args.autocast or (args.fp8 and args.dtype != "float64")
     return TOLERANCE["bfloat16" if rounds else args.dtype]
 
 

@@ -210,9 +210,8 @@ def _leaf_kind(value: Any, grad: bool) -> Hashable:
         where = value.placement if isinstance(value, CacheShard) else None
         of = of_parameters(value)
         return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where, of
-    return type(value), repr(value) if isinstance(value, slice) else comparable(
-        value
-    )  # Python 3.11 has no hash of slices
+    of_slice = isinstance(value, slice)  # of which Python 3.11 has no hash
+    return type(value), repr(value) if of_slice else comparable(value)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, aten_ops, op_name, replace, writes
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, inherit, located
+from megafx.kernels.written_over import written_over
 from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
 
 aten = torch.ops.aten
@@ -202,7 +203,8 @@ class _Functionalizer:
             value = self.editor.at(node)(aten.detach.default, value)
         self._store(name, value, node, version)
         if leaf:
-            self.current[base] = self._with_gradient_of(base, self.current[base], node)
+            emit = self.editor.at(node)
+            self.current[base] = emit(written_over, base, emit(aten.detach.default, self.current[base]))
         self.version[base], self.same[node] = version, name
         if not how:
             self.graded.add(base)
@@ -226,12 +228,6 @@ class _Functionalizer:
         if not self.editor.same_shape(value.meta[VAL], out.meta[VAL]):  # `out` would be resized
             return
         node.target, node.args, node.kwargs = aten.copy_.default, (out, value), {}
-
-    def _with_gradient_of(self, parameter: fx.Node, value: fx.Node, where: fx.Node) -> fx.Node:
-        """`value`, whose gradient is the parameter's: value + (parameter - parameter)."""
-        emit = self.editor.at(where)
-        none = emit(aten.sub.Tensor, parameter, emit(aten.detach.default, parameter))
-        return emit(aten.add.Tensor, emit(aten.detach.default, value), none)
 
     def _has_gradient(self, base: fx.Node) -> bool:
         """True if the value may have one in eager mode."""

@@ -165,6 +165,33 @@ def a_scale_is_clamped_before_it_is_used(loop: Loop) -> None:
     _train_clip(loop, lambda m: m.scale.data.clamp_(0, 4.6))
 
 
+@situation("https://docs.pytorch.org/docs/stable/generated/torch.nan_to_num.html", data=("ddp", "fsdp"))
+def weights_that_are_not_finite_are_mended_before_they_are_used(loop: Loop) -> None:
+    """Once: three steps, of which the first finds infinity and NaN."""
+
+    def mend(model: Clip) -> None:
+        with torch.no_grad():
+            model.scale.clamp_(0, 4.6)
+            model.a.weight.nan_to_num_(nan=0.1, posinf=0.2)
+
+    torch.manual_seed(0)
+    plain = Clip(mend)
+    with torch.no_grad():
+        plain.scale.fill_(torch.inf)
+        plain.a.weight[1, 2], plain.a.weight[3, 4] = torch.inf, torch.nan
+    model = loop.model(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = model(loop.rows(torch.randn(4, 7)), loop.rows(torch.randn(4, 7)))
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
+
+
 @situation("https://github.com/facebookresearch/dino/issues/37", data=("ddp", "fsdp"))
 def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
     """The last layer's prototypes; parts of a weight; twice; in training alone; by nn.init."""
@@ -175,7 +202,7 @@ def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
     _train_clip(loop, lambda m: (m.a.weight.data[:, 2].fill_(0.1), nn.init.constant_(m.b.bias, 0.2)))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/26596")
+@situation("https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html")
 def rows_of_an_embedding_are_bounded_by_max_norm(loop: Loop) -> None:
     torch.manual_seed(0)
     bounded = nn.Embedding(11, 6, max_norm=0.5)
