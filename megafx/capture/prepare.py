@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._C import _autograd as autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import _symbolic_trace
-from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
 from torch.nn.modules import batchnorm
@@ -74,7 +74,7 @@ from megafx.capture.like_layers import LikeLayers, like_layers
 from megafx.capture.messages import only_skips, passing_checks, text_of_number, text_of_tensor, unheard
 from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import LIBRARIES, Reads, is_looked_at
-from megafx.capture.traced_nodes import made_where_it_was, with_user_line
+from megafx.capture.traced_nodes import made_where_it_was, of_wrapped, with_user_line
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.holders import FUNCTIONAL, LEFT_BY_CAPTURES, SETTINGS, flag_of_the_call, own_method, replaced_in
@@ -215,6 +215,9 @@ def replacements(
 
     why = "an op that returns its operand, under no_grad, does not make it"
     table += [Replacement(proxy_tensor, "track_tensor_tree", made_where_it_was, why)]
+
+    why = "torch 2.11 knows only fakes, not what torch.func.grad has put around them"
+    table += [Replacement(symbolic_shapes, "_free_unbacked_symbols_with_path", of_wrapped, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", hash_for_users, why)]

@@ -26,6 +26,7 @@ from megafx.ir.program import FQN, MADE_BY, REGION, SOURCE, VAL, Input, Output, 
 from megafx.ir.source_lines import fqn_of_stack, source_of_trace, strip_root
 
 _TRANSFORMS = predispatch.__name__
+_DUAL = torch.ops.aten._make_dual.default  # all that torch 2.11 traces of jvp
 ROOT = "model"  # the user's model within what is exported
 PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 
@@ -60,7 +61,7 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             where = {"module": node.meta.get(FQN), "source": node.meta.get(SOURCE)}
-            if getattr(node.target, "__module__", "") == _TRANSFORMS:
+            if getattr(node.target, "__module__", "") == _TRANSFORMS or node.target is _DUAL:
                 found, fix = TRANSFORM
                 error = CaptureError(found, fix=or_leave_eager(fix, where["module"]), **where)
                 error.part = where["module"] or ""

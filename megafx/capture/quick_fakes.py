@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, SymTypes
 
 from megafx.kernels.common.op import is_kernel
 
+aten = torch.ops.aten
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _NEVER = ("lift", "lift_fresh", "lift_fresh_copy", "_unsafe_view", "item", "_local_scalar_dense", "native_dropout")
@@ -90,9 +91,15 @@ class QuickFakeTensorMode(FakeTensorMode):
         if isinstance(func, OpOverload) and _may_be_known(func):
             return self._quickly(func, types, args, kwargs or {})
         found: Any = super().dispatch(func, types, args, kwargs)
-        if func is not torch.ops.aten.native_dropout.default or found[0] is not args[0]:
+        if (
+            func is aten.bincount.default and not found.is_floating_point()
+        ):  # torch 2.11 forgets that weights have a dtype
+            weights = args[1] if len(args) > 1 else (kwargs or {}).get("weights")
+            dtype = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
+            return found if weights is None else super().dispatch(aten.to.dtype, types, (found, dtype), {})
+        if func is not aten.native_dropout.default or found[0] is not args[0]:
             return found
-        return (super().dispatch(torch.ops.aten.clone.default, types, args[:1], {}), *found[1:])
+        return (super().dispatch(aten.clone.default, types, args[:1], {}), *found[1:])
 
     def _quickly(self, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         operands: list[FakeTensor] = []

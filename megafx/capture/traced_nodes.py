@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta
 from torch.fx.proxy import TracerBase
@@ -41,3 +42,11 @@ def made_where_it_was(old: Callable[..., Any], /, result: Any, proxy: Any, *, tr
             set_meta(proxy, result)
             return result
     return old(result, proxy, tracer=tracer, **others)
+
+
+@replacing
+def of_wrapped(old: Callable[..., Any], /, value: Any, *more: Any, **options: Any) -> Any:
+    """A function of a node's value that is given the tensor which a transform of torch.func has wrapped."""
+    while isinstance(value, Tensor) and _functorch.is_gradtrackingtensor(value):
+        value = _functorch.get_unwrapped(value)
+    return old(value, *more, **options)

@@ -23,6 +23,7 @@ import torch
 from sympy.core.function import Application
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Min, Mod, PythonMod
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from megafx.ir.groups import Groups
 from megafx.ir.source_lines import is_user_file
@@ -208,6 +209,8 @@ class DataShapeEnv(ShapeEnv):
                 self._note_answer(orig_expr, answer)
             return answer
         except GuardOnDataDependentSymNode:
+            if isinstance(orig_expr, sympy.Eq) and 1 not in orig_expr.args and _copies():
+                return sympy.sympify(self.guard_or_defer_runtime_assert(orig_expr, "rows of copy_"))
             answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
             if answer is None or not self.asked(answer):
                 raise
@@ -238,6 +241,13 @@ class DataShapeEnv(ShapeEnv):
 
     def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own
         held = super().guard_or_defer_runtime_assert(orig_expr, *args, **kwargs)
+        if without_size := self.deferred_runtime_asserts.pop(
+            None, None
+        ):  # torch 2.11: also those of numbers with fractions
+            for each in without_size:
+                fractions = [s for s in each.expr.free_symbols if symbol_is_type(s, SymT.UNBACKED_FLOAT)]
+                of = max(fractions, key=lambda s: (len(s.name), s.name), default=None)
+                self.deferred_runtime_asserts.setdefault(of, []).append(each)
         if self.model_runs:
             self._note_answer(orig_expr, sympy.sympify(bool(held)))
         return held
@@ -274,6 +284,17 @@ def _asked_by() -> Any:
             return _CONTIGUOUS
         frame = frame.f_back
     return ""
+
+
+def _copies() -> bool:
+    """True if `x.copy_(y)` or `x[a:b] = y` asks. Torch 2.11 asks whether the sizes are equal; later ones leave that to the run,
+    as all other ops do."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_name == "meta_copy_" or frame.f_locals.get("func") is torch.Tensor.__setitem__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _CONTIGUOUS = torch.Tensor.contiguous

@@ -151,14 +151,22 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     groups: dict[str, Conversion] = {}
     found = []
     for name in sorted(kept, key=loading.dot_natural_key):
-        new, pattern = loading.apply_converters(name, converters)
+        new, pattern = next(
+            (made for t in converters if (made := t.rename_source_key(name))[1] is not None), (name, None)
+        )
         if pattern is None:
-            found.append(_as_it_is(name, loading.apply_renamings(name, renamings), kept[name]))
+            found.append(_as_it_is(name, _renamed(name, renamings), kept[name]))
         else:
             groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model)).parts.append((name, pattern))
     for group in groups.values():
-        found.append(_converted(group, kept, lambda name: loading.apply_renamings(name, renamings)))
+        found.append(_converted(group, kept, lambda name: _renamed(name, renamings)))
     return found
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
 
 
 def _as_it_is(name: str, new: str, stored: Stored) -> Saving:

@@ -78,7 +78,7 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     lines += len(replaced_in(nn.functional)) + 2  # flags of backends, and tensors of inference
     lines += len(NESTING) + len(flex_replacements(lambda text: None))
     lines += 1 + 2  # calls without arguments; TorchScript's functions and methods
-    lines += 6 + 8 + 1  # comparisons of sizes; what forward asks of its arguments; operands that ops return
+    lines += 6 + 8 + 2  # comparisons of sizes; what forward asks of its arguments; operands that ops return, torch.func
     lines += 2 * len(OF_NUMPY) + 4  # quotients of sizes
     lines += 3 + 2  # batch norm and inference mode; whether a compiler is at work
     assert len(rows) == lines + len(classes_bound_early()) and all(row.why for row in rows)
