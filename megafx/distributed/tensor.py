@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.utils import parametrize
 from torch.utils._foreach_utils import _foreach_supported_types
 
 from megafx.distributed.saved_shards import saved
@@ -169,6 +170,18 @@ class WholeParameter(_Slots):
 
 
 _foreach_supported_types.extend([TPTensor, WholeParameter])  # clipping reduces all norms together then
+_set: Any = parametrize._maybe_set
+
+
+def _set_value(to: torch.Tensor, value: torch.Tensor) -> None:
+    """What `remove_parametrizations` leaves in a parameter. torch would swap the two, which have to be of one class."""
+    if isinstance(to, TPTensor):
+        to.data = value
+    else:
+        _set(to, value)
+
+
+parametrize._maybe_set = _set_value
 
 
 def _named(tensor: TPTensor) -> str:

@@ -93,6 +93,11 @@ def place_axes(program: Program, context: CompileContext) -> int:
             program.batch = Batch(policy.ranks, {}, (R,) * len(program.outputs), False, False, False)
             changes += _share_buffers(program, policy)
             continue
+        given = [node for node, spec in program.input_nodes() if spec.kind == "user"]
+        if not any(isinstance(node.meta[VAL], torch.Tensor) for node in given):  # no rows: the same on every rank
+            losses = any(spec.loss for spec in program.outputs)
+            program.batch = Batch(policy.ranks, {}, (R,) * len(program.outputs), losses, False)
+            continue
         symbol = program.sizes.symbols.get(policy.symbol)
         if symbol is None:
             raise PlanError(

@@ -192,6 +192,12 @@ def test_a_batch_of_one_size_is_refused():
         place_axes(program, make_context(data=DataAxis(RANKS)))
 
 
+def test_a_call_without_rows_is_the_same_on_every_rank():
+    program = typed(lambda w: (w * w, F.dropout(w, 0.5)))
+    assert outputs(program) == ["R", "R"]
+    assert program.batch.inputs == {} and program.batch.whole and not program.batch.summed
+
+
 def test_averaging_types_nothing():
     program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
     canonicalize_program(program)

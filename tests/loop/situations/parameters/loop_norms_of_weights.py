@@ -7,12 +7,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from loop import Loop, situation
+from loop_models import Classifier
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 SPECTRAL = "https://github.com/pytorch/pytorch/issues/51800"
 CODES = "https://github.com/lucidrains/vector-quantize-pytorch/issues/27"
 EMBEDDING = "https://github.com/pytorch/pytorch/issues/26175"
+PARAMETRIZED = "https://docs.pytorch.org/tutorials/intermediate/parametrizations.html"
 
 
 class Mlp(nn.Module):
@@ -142,19 +144,48 @@ class OfGenerated(nn.Module):
         return self.square(x @ self.weight_of())
 
 
-@situation("https://docs.pytorch.org/tutorials/intermediate/parametrizations.html")
+@situation(PARAMETRIZED, slow=(1, 2, "fsdp"), data=("ddp", "fsdp"))
 def calls_without_arguments(loop: Loop) -> None:
     """A parametrized weight is read beside the loss, a submodule and a whole model are called without arguments."""
     made = OfGenerated()
     nn.utils.parametrize.register_parametrization(made.square, "weight", Symmetric())
     model = loop.model(made)
     for _ in range(2):
-        loss = model(torch.randn(4, 7)).square().mean() + 0.1 * model.square.weight.square().sum()
+        loss = model(loop.rows(torch.randn(4, 7))).square().mean() + 0.1 * model.square.weight.square().sum()
         loss = loss + model.weight_of().abs().mean()
         loss.backward()
-        loop.see(loss=loss)
+        loop.see(loss=loop.mean(loss))
     loop.see_gradients(model)
     alone = loop.model(Generated())
     alone().square().sum().backward()
     loop.see(alone=alone())
     loop.see_gradients(alone)
+
+
+class Adapter(nn.Module):
+    """A low-rank term of a weight."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(rows, 2)), nn.Parameter(torch.randn(2, columns))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+@situation(PARAMETRIZED, ranks=(1, 2, 3), slow=(1, 3))
+def a_parametrization_is_registered_and_merged_later(loop: Loop) -> None:
+    model = loop.model(Classifier())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            torch.manual_seed(1)
+            nn.utils.parametrize.register_parametrization(model.up, "weight", Adapter(13, 7))
+        if step == 2:
+            nn.utils.parametrize.remove_parametrizations(model.up, "weight", leave_parametrized=True)
+        loss = model(loop.rows(torch.randn(4, 7))).square().mean()
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+        optimizer.step()
+        model.zero_grad()
+    loop.see_state(model)
