@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,12 @@ def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True, *argume
     on_gpu = on_gpu and torch.cuda.is_available()
     if not on_gpu and not _interpreter_runs_loops():
         pytest.skip("this Triton's interpreter and this numpy do not go together")
-    interpret = {} if on_gpu else {"TRITON_INTERPRET": "1"}
-    here = Path(__file__).parent
-    folders = os.pathsep.join(filter(None, (str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH"))))
-    run = subprocess.run(
-        [sys.executable, str(file), *arguments],
-        env=os.environ | interpret | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    plain = {**os.environ, "OMP_NUM_THREADS": "1", **({} if on_gpu else {"TRITON_INTERPRET": "1"})}
+    plain["PYTHONPATH"] = forks.path_of(plain)
+    with tempfile.NamedTemporaryFile() as log:
+        order = forks.Order(str(file), [*arguments], plain, log.name)
+        (code,) = forks.run([order], timeout_s, ("megafx.api", "triton", "kernel_checks"), plain)
+        assert code == 0, log.read().decode(errors="replace")[-3000:]
 
 
 def _interpreter_runs_loops() -> bool:

@@ -7,22 +7,20 @@ inside run with these casts promoted to fp64, on our side by a pass of the pipel
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import inspect
 import os
 import re
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,34 +80,24 @@ def run_ranks(
     The usual variables RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set beside `environment`. ends: the exit status of
     each rank, or those that it may have; 0 unless given.
     """
-    here = Path(__file__).parent
-    folders = [str(here), str(here / "small_models"), str(here.parent / "models")]
-    path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")} | {"MEGAFX_CACHE": "off"}
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    world["CUDA_VISIBLE_DEVICES"] = ""  # gloo
-    logs = [open(folder / f"rank{rank}of{ranks}.log", "w+b") for rank in range(ranks)]  # noqa: SIM115  a pipe could fill up
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(folder), str(rank), *arguments],
-            env={**plain, **world, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
+    plain |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.path_of(plain), "CUDA_VISIBLE_DEVICES": ""}  # gloo
+    plain |= {k: v for k, v in (environment or {}).items() if k == "CUDA_VISIBLE_DEVICES"}
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    logs = [folder / f"rank{rank}of{ranks}.log" for rank in range(ranks)]
+    orders = [
+        forks.Order(
+            str(script),
+            [str(folder), str(rank), *arguments],
+            {**plain, **world, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            str(logs[rank]),
         )
         for rank in range(ranks)
     ]
-    end = time.monotonic() + timeout
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # they are killed, which shows below
-            for p in processes:
-                p.wait(max(end - time.monotonic(), 0))
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-        texts = [_text_of(log) for log in logs]
+    codes = forks.run(orders, timeout, ("ranks", "transformers.optimization"), plain, servers=2)
+    texts = [log.read_text(errors="replace") for log in logs]
     allowed = [end if isinstance(end, tuple) else (end,) for end in ends or [0] * ranks]
-    assert all(p.returncode in end for p, end in zip(processes, allowed, strict=True)), "\n".join(texts)
+    assert all(code in end for code, end in zip(codes, allowed, strict=True)), "\n".join(texts)
     return texts
 
 
@@ -122,12 +110,6 @@ def verdicts(script: str, folder: Path, world: int, *names: str) -> dict[str, tu
     lines = re.findall(r"^(PASS|FAIL) ([\w:]+): (.*)$", printed, re.MULTILINE)
     found = {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
     return {name: found.get(name, ("FAIL", rest)) for name in names}
-
-
-def _text_of(log: IO[bytes]) -> str:
-    log.seek(0)
-    with log:
-        return log.read().decode(errors="replace")
 
 
 def start_group(folder: Path | str, rank: int, *, seconds: float = 120, name: str = "store") -> None:
