@@ -1,8 +1,9 @@
-"""`float(x.norm())`, `int(mask.sum())`, `bool(found.any())`: numbers of a tensor's data, as `.item()` reads them.
+"""`float(x.norm())`, `int(mask.sum())`, `bool(found.any())`: numbers of a tensor's data, as `.item()` reads them, and
+`len(x[mask])`, as `.shape[0]` does.
 
 Python wants a number of these calls, and a trace has none. Where one fails, the model is traced once more with other code for
-that function: the same, but for the names `float`, `int` and `bool` where it calls them. What they give of traced tensors is
-what `.item()` gives: it may leave the graph or be a size of it, and a decision by it is an error.
+that function: the same, but for the names `float`, `int`, `bool` and `len` where it calls them. What they give of traced
+tensors may leave the graph or be a size of it, and a decision by it is an error.
 
 torch.export has a `max` and a `min` of its own while it traces. Of numbers of data these are `limits`. A `comparison` of sizes
 is a bool for the code that compares.
@@ -32,7 +33,7 @@ from megafx.meanwhile import replacing
 from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.progress import also_among_frozen
 
-_NAMES = ("float", "int", "bool")
+_NAMES = ("float", "int", "bool", "len")
 _LOAD, _CONSTANT, _NULL, _NOP = (dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_CONST", "PUSH_NULL", "NOP"))
 
 
@@ -106,9 +107,11 @@ def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
     """What a conversion gives in a trace."""
     value = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(value, FakeTensor):
-        value = value.item()
+        value = value.item() if name != "len" else value.shape[0] if value.dim() else None
     if not _of_data(value):
         return getattr(builtins, name)(*args, **kwargs)
+    if name == "len":
+        return value
     if name == "bool":
         return value if isinstance(value, torch.SymBool) else value != 0
     if isinstance(value, torch.SymBool):

@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_module
 
 from megafx.capture.conversions import conversions_of
 from megafx.capture.eager_parts import functions_of
-from megafx.capture.libraries.records import is_leaf
+from megafx.capture.libraries.records import is_leaf, is_record
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.call_spec import user_name
 from megafx.ir.source_lines import frames_of, is_user_file
@@ -231,6 +231,11 @@ def refuse_leaves(named: Iterable[tuple[str, Any]]) -> None:
 
 def _unsupported(name: str, value: Any) -> CaptureError:
     kind = type(value)
+    if is_record(value):  # one that is being taken apart
+        return CaptureError(
+            f"argument {user_name(name)} is the {kind.__qualname__} that it is part of: a graph takes no circles",
+            fix="pass what forward reads of the object, or an object without the reference to itself",
+        )
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
     if kind.__module__ in ("numpy", "array"):
         fix = f"pass torch.as_tensor({user_name(name)}), and let forward compute with functions of torch"

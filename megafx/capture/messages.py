@@ -380,3 +380,13 @@ def not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
     fix = "give the number to forward as an argument, by which code may decide (`if drop:`); or draw with torch what scales or "
     fix += "selects (torch.rand, torch.randint: a graph draws anew at each call)"
     return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)
+
+
+def sets_a_slot(value: Any, owner: str, name: str, line: SourceLine | None) -> CaptureError:
+    """The error for an attribute that is no item of a `__dict__`. value: that has it, called `owner`."""
+    return CaptureError(
+        f"forward sets '{owner}.{name}', a slot of a {type(value).__qualname__}: calls of a graph would not",
+        source=line,
+        fix="leave __slots__ (slots=True of a dataclass) out of the class; or set the attribute that holds the object to a new "
+        "one (dataclasses.replace)",
+    )

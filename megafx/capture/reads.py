@@ -37,7 +37,7 @@ from megafx.capture.code_names import (
     names_layerdrop,
 )
 from megafx.capture.memos import MEMO, Memos, memo_of
-from megafx.capture.messages import Warned, not_repeatable
+from megafx.capture.messages import Warned, not_repeatable, sets_a_slot
 from megafx.errors import CaptureError, SourceLine
 from megafx.ir.holders import (
     BACKENDS,
@@ -232,7 +232,11 @@ class Reads:
                 )
             if self.on and id(owner) in self.names:
                 attributes = _attributes(owner)
-                self.written.setdefault((id(attributes), name), line_of(sys._getframe(1)))
+                if isinstance(getattr(type(owner), name, None), types.MemberDescriptorType) and not in_eager_code():
+                    raise sets_a_slot(owner, self.names[id(owner)], name, line_of(sys._getframe(1)))
+                self.written.setdefault(
+                    (id(owner if attributes is None else attributes), name), line_of(sys._getframe(1))
+                )
             plain(owner, name, value)
 
         return write
@@ -245,7 +249,7 @@ class Reads:
         if known is None:
             return
         attributes = _attributes(owner)
-        key = id(attributes), name
+        key = id(owner if attributes is None else attributes), name
         if key in self.places:
             self.latest[self.places[key].name] = self.clock()
             return

@@ -459,11 +459,11 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 class GrowingList(list[Any]):
-    """Replaces a list that forward extends, in a trace that finds out whether it reads it, too."""
+    """Replaces a list or deque that forward extends, in a trace that finds out whether it reads it, too."""
 
-    def __init__(self, items: list[Any], place: Place) -> None:
+    def __init__(self, items: Any, place: Place) -> None:
         super().__init__(items)
-        self.place, self.cleared = place, False
+        self.place, self.cleared, self.kind = place, False, "deque" if isinstance(items, deque) else "list"
 
     def clear(self) -> None:
         """What earlier calls left is of no importance any more."""
@@ -555,7 +555,7 @@ def _reads_list(name: str) -> Callable[..., Any]:
         if self.cleared:
             return plain(self, *args)
         raise CaptureError(
-            f"forward extends the list '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
+            f"forward extends the {self.kind} '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
             source=self.place.line,
             fix="keep what later calls read in tensors (a buffer, an attribute), or read the list outside of forward",
         )
@@ -573,8 +573,8 @@ def _rearranges(name: str) -> Callable[..., Any]:
             self.clear()
             return self.extend(*args[1:] or ((),))
         raise CaptureError(
-            f"forward changes what earlier calls left in the list '{self.place.name}', or puts items elsewhere than at its end "
-            f"({name})",
+            f"forward changes what earlier calls left in the {self.kind} '{self.place.name}', or puts items elsewhere than at "
+            f"its end ({name})",
             source=current_user_line() or self.place.line,
             fix="append to it in forward, and do the rest outside; or set the attribute to another list",
         )

@@ -190,7 +190,7 @@ class CallSpec:
         """Why this graph cannot serve the call, or None if it can."""
         problem = self.structure_mismatch(args, kwargs, loss_inputs)
         if problem is None and not self.state.holds():
-            return f"forward reads {names(self.state.changed())}, which changed"
+            return f"forward reads {names(self.state.changed() or self.state.counters)}, which changed"
         if problem is None and self.questions:
             leaves = pytree.tree_leaves(call_tree(args, kwargs, loss_inputs))
             if any(question(leaves) != answer for question, answer in self.questions):

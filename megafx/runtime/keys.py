@@ -11,6 +11,7 @@ import enum
 import hashlib
 import inspect
 import math
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -381,3 +382,17 @@ def refuse_tangents(named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> 
                 f"forward-mode automatic differentiation: '{name}' is a dual tensor, and a graph would drop its tangent",
                 fix="torch.autograd.functional.jvp, which takes two backwards instead (on one rank)",
             )
+
+
+MANY = 8  # graphs for calls of one form, before the next one is noted; torch.compile makes no more
+
+
+def warn_of_many(last: CallSpec, call: Call) -> None:
+    """last: of the graph that was made before the one for this call."""
+    why = last.mismatch(call.args, call.kwargs, call.loss_inputs) or "it is in no graph"
+    warnings.warn(
+        f"megafx has captured this model {MANY + 1} times for calls of one form, each for as long as the first: {why}. Let "
+        "forward compute with what changes in each call, as a number or a tensor, and make texts, integers (int(...)), keys "
+        "and objects of it outside of forward",
+        stacklevel=2,
+    )

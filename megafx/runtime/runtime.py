@@ -62,6 +62,7 @@ from megafx.runtime.failed_calls import failed_call
 from megafx.runtime.guards import Hooked, guard_modules, name_now, remove_guards, root_call, root_forward
 from megafx.runtime.keep_casts import keep_casts
 from megafx.runtime.keys import (
+    MANY,
     TRANSFORM_FIX,
     Call,
     KeyMaker,
@@ -75,6 +76,7 @@ from megafx.runtime.keys import (
     refuse_tangents,
     transform_around,
     want_state,
+    warn_of_many,
 )
 from megafx.runtime.model_state import Boards, ModelState
 from megafx.runtime.program_cache.program_cache import Situation, tell
@@ -374,6 +376,8 @@ class Runtime:
                 self.keys.numbers.bake(skeleton)  # a number that cannot be a tensor: one graph a value
                 continue
             self.fixed_state |= state.keys() - graph.state_inputs().keys()
+            if len(graphs) == MANY:
+                warn_of_many(graphs[-1].compiled.spec, call)
             graphs.append(graph)
             return graph
 

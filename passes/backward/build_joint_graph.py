@@ -183,6 +183,10 @@ def _in_pairs(make: Any) -> Any:
 def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:
     if target is aten.multilabel_margin_loss.default:
         return _multilabel_margin(*args, **kwargs)
+    if target is aten.cumprod.default and args[0].requires_grad and args[0].dim() and not args[0].is_complex():
+        return _Cumprod.apply(*args, kwargs.get("dtype"))
+    if target is aten.affine_grid_generator.default:
+        return _affine_grid(*args, **kwargs)
     found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
     return target(*args, **kwargs) if found is None else found
 
@@ -199,6 +203,45 @@ def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int = 1
     each = torch.where(counts.unsqueeze(2) & others.unsqueeze(1), margins, 0.0).sum((1, 2)) / classes
     each = each if x.dim() == 2 else each[0]
     return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
+
+
+class _Cumprod(torch.autograd.Function):
+    """Products of the elements up to each. torch's own gradient makes a term for each element, so that it fixes their number,
+    where it is not given values that it could ask for zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        y = torch.cumprod(x, dim, dtype=dtype)
+        ctx.dim = dim
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # one result, one gradient
+        (x, y), dim = ctx.saved_tensors, ctx.dim
+        grad = grad.to(x.dtype)
+        zero = x == 0
+        zeros = zero.cumsum(dim)
+        before, after = zeros == 0, zeros == 1  # the first zero is the one after `before`; the next ones change nothing
+        following = torch.where(before, grad * y, 0).flip(dim).cumsum(dim).flip(dim)
+        first = zero & after
+        others = torch.cumprod(torch.where(first, 1, x), dim)  # without that zero
+        of_first = torch.where(after, grad * others, 0).sum(dim, keepdim=True)
+        return torch.where(before, following / x, torch.where(first, of_first, 0)).to(x.dtype), None, None
+
+
+def _affine_grid(theta: torch.Tensor, size: Sequence[Any], align_corners: bool) -> torch.Tensor:
+    """theta [n, d, d + 1], size [n, c, *whole] -> [n, *whole, d], by the ops of torch's own code, whose gradient takes numbers
+    for sizes alone."""
+    whole = size[2:]
+    points = torch.ones((*whole, 1), dtype=theta.dtype, device=theta.device)
+    for dim, n in enumerate(whole):  # the last one comes first
+        line = torch.linspace(-1, 1, n, dtype=theta.dtype, device=theta.device) if n > 1 else theta.new_zeros(1)
+        line = line if align_corners or n <= 1 else line * (n - 1) / n
+        line = line.reshape([n if i == dim else 1 for i in range(len(whole))]).expand(*whole)
+        points = torch.cat([line.unsqueeze(-1), points], -1)
+    rows = points.reshape(1, -1, len(whole) + 1).expand(theta.shape[0], -1, -1)
+    return rows.bmm(theta.transpose(1, 2)).reshape(theta.shape[0], *whole, len(whole))
 
 
 def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import random
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Block(nn.Module):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.fn, self.seen, self.memo, self.limit = fn, [], {}, 0
+        self.fn, self.seen, self.memo, self.limit, self.odd = fn, [], {}, 0, Odd(2.0)
         self.lin, self.more, self.table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4)
         self.register_buffer("buffer", torch.zeros(4))
 
@@ -237,9 +238,19 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: m.lin(x) * DRAWN,
     ),
     "a list that is read": (
-        "forward extends the list '<name>' and reads it",
+        "forward extends the <kind> '<name>' and reads it",
         lambda m, x: (m.seen.append(x.sum()), m.lin(x) * m.seen[0])[1],
         lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
+    ),
+    "a list whose end is taken": (
+        "forward changes what earlier calls left in the <kind> '<name>', or puts items elsewhere",
+        lambda m, x: (m.seen.append(x.sum()), m.seen.insert(0, x.sum()), m.lin(x))[2],
+        lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
+    ),
+    "a slot": (
+        "forward sets '<owner>.<name>', a slot of a <__qualname__>",
+        lambda m, x: (setattr(m.odd, "value", 3.0), m.lin(x))[1],
+        lambda m, x: (setattr(m, "odd", Odd(x.detach().sum())), m.lin(x))[1],
     ),
     "a tensor as a key": (
         "forward keeps a tensor as a key of '<name>': a graph does not know which tensor that is",
@@ -248,7 +259,7 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ),
     "an object that is written": (
         "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
-        lambda m, x: (setattr(m, "limit", Odd(x.sum())), m.lin(x))[1],
+        lambda m, x: (setattr(m, "limit", io.StringIO("a line")), m.lin(x))[1],
         lambda m, x: (setattr(m, "limit", x.detach().sum()), m.lin(x))[1],
     ),
     "a module that is made": (
@@ -306,8 +317,13 @@ def test_iterators() -> None:
 
 def test_arguments() -> None:
     with refused("argument <name> is a <__module__>.<__qualname__>"):
-        call(lambda m, x, odd: m.lin(x), odd=Odd(1))
+        call(lambda m, x, odd: m.lin(x), odd=object())
     works(lambda m, x, odd: m.lin(x) * odd["a"][0], odd={"a": (2.0, "b")})
+    circle = types.SimpleNamespace(x=X)
+    circle.parts = [circle]
+    with refused("argument <name> is the <__qualname__> that it is part of"):
+        call(lambda m, x, circle: m.lin(circle.x), circle=circle)
+    works(lambda m, x, circle: m.lin(circle.x), circle=types.SimpleNamespace(x=X))
     with refused("<target> of different dtypes"):
         megafx.parallelize(made(lambda m, x: m.lin(x)), ONE)(X.float())
     megafx.parallelize(made(lambda m, x: m.lin(x)), ONE)(X.float().to(torch.float64))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import megafx
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, autocast_state, module_state, parameter_state
 
 
@@ -127,3 +128,29 @@ def test_ranks_compare_values_of_any_strides() -> None:
     column, other = ids[:, -1:], ids[:, :1]
     numbers = [Call.of((x,), {}).numbers() for x in (column, column.clone(), other)]
     assert numbers[0] == numbers[1] != numbers[2]
+
+
+class Naming(nn.Module):
+    """Names each step, in forward or outside of it."""
+
+    def __init__(self, names: bool) -> None:
+        super().__init__()
+        self.linear, self.step, self.names, self.name = nn.Linear(2, 2), 0, names, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        if self.names:
+            self.name = f"step {self.step}"
+        return self.linear(x) / self.step
+
+
+def test_a_graph_for_each_call_is_noted_once() -> None:
+    config = megafx.Config(tensor_model_parallel_size=1, cache=False)
+    naming, plain = (megafx.parallelize(Naming(names), config) for names in (True, False))
+    with pytest.warns(UserWarning, match="captured this model 9 times .* forward reads 'step', which changed") as seen:
+        for _ in range(11):
+            naming(torch.ones(1, 2))
+    assert len(seen) == 1 and naming.name == "step 11"
+    for _ in range(11):
+        plain(torch.ones(1, 2))
+    assert plain.megafx.captures < 4

@@ -11,7 +11,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,8 +61,11 @@ class Record:
             list.extend(made, items)
         elif isinstance(made, dict):
             put_items(made, dict(zip(self.keys, items, strict=True)))
-        if self.names:
-            vars(made).update(zip(self.names, values, strict=False))
+        for name, value in zip(self.names, values, strict=False):
+            if isinstance(slot := getattr(self.kind, name, None), MemberDescriptorType):
+                slot.__set__(made, value)
+            else:
+                vars(made)[name] = value
         return made
 
 
@@ -91,9 +94,18 @@ def is_record(value: Any) -> bool:
     known = kind in pytree.SUPPORTED_NODES or isinstance(value, (torch.Tensor, type, Enum, BaseException))
     if kind is SimpleNamespace or kind.__module__.startswith("torch.distributions."):
         return True
-    if known or callable(value) or not hasattr(value, "__dict__") or kind.__new__ is not object.__new__:
+    if known or callable(value) or kind.__new__ is not object.__new__ or attributes_of(value) is None:
         return False
     return kind.__module__.partition(".")[0] not in _OF_OTHERS and "Cache" not in kind.__name__
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """What an object holds in its `__dict__` and in slots; None if it can hold nothing."""
+    classes = type(value).__mro__
+    slots = [name for each in classes for name, x in vars(each).items() if isinstance(x, MemberDescriptorType)]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return dict(getattr(value, "__dict__", {})) | {name: getattr(value, name) for name in slots if hasattr(value, name)}
 
 
 def _is_of_its_own(value: Any) -> bool:
@@ -112,7 +124,7 @@ def taken_apart(tree: Any, structure: bool = False, around: frozenset[int] = fro
             return Shape(tuple(value))
         if id(value) in around or not (is_record(value) or _is_of_its_own(value)):
             return Kept(value) if structure and isinstance(value, _STRUCTURE) else value
-        kind, attributes = type(value), dict(getattr(value, "__dict__", {}))
+        kind, attributes = type(value), attributes_of(value) or {}
         if isinstance(value, UserDict):
             of = {
                 n: f"'{n}'"

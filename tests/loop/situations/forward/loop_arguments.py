@@ -99,6 +99,19 @@ class Batch:
         self.__dict__.update(parts)
 
 
+class Slots:
+    """One part in a slot of a base class."""
+
+    __slots__ = ("weight",)
+
+
+class OfSlots(Slots):
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        self.x, self.weight = x, weight
+
+
 class Fields(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -125,11 +138,11 @@ class OfAnyBatch(Net):
 @situation("https://github.com/huggingface/transformers/issues/23474")
 def batches_are_of_classes_of_their_own(loop: Loop) -> None:
     """Dicts, lists and objects of other classes than Python's, and a tokenizer's; forward returns such ones, too. One graph."""
-    for kind in (Fields, OrderedDict, UserDict, ChainMap, SimpleNamespace, Batch, BatchEncoding, Pair):
+    for kind in (Fields, OrderedDict, UserDict, ChainMap, SimpleNamespace, Batch, BatchEncoding, Pair, OfSlots):
         model = loop.model(OfAnyBatch())
         for rows in (3, 5):
             parts = {"x": torch.randn(rows, 6), "weight": torch.randn(4)}
-            by_name = kind in (SimpleNamespace, Batch, Fields)
+            by_name = kind in (SimpleNamespace, Batch, Fields, OfSlots)
             batch: Any = kind([*parts.values()]) if kind is Pair else kind(**parts) if by_name else kind(parts)
             if kind is BatchEncoding:
                 batch._encodings = [object()]  # of a fast tokenizer
@@ -154,11 +167,14 @@ def arguments_are_sets(loop: Loop) -> None:
 
 @situation(CONTAINERS)
 def what_changes_in_arguments_is_refused(loop: Loop) -> None:
-    """A set, the dict in a tokenizer's batch, an object that counts; iterators; what a tokenizer knows beside the tensors."""
+    """A set, the dict in a tokenizer's batch, an object that counts; iterators; what a tokenizer knows beside the tensors; an
+    object that is part of itself."""
 
     def counts(batch: Any) -> Any:
         batch.n += 1
 
+    circle = Batch(x=torch.ones(2))
+    circle.graph = [circle]  # type: ignore[attr-defined]  # it takes any
     tokenized: Any = BatchEncoding({"x": torch.ones(2)}, n_sequences=1)
     tokenized._encodings = [object()]
     calls: list[tuple[Callable[[Any], Any], Any, str]] = [
@@ -169,6 +185,11 @@ def what_changes_in_arguments_is_refused(loop: Loop) -> None:
         (lambda batch: batch["x"], MappingProxyType({"x": torch.ones(2)}), r"pass a dict: dict\(batch\)"),
         (lambda batch: len(batch), {torch.ones(2)}, "pass a list of its members"),
         (lambda batch: batch.word_ids(0), tokenized, "reads '_encodings'"),
+        (
+            lambda batch: batch.x,
+            circle,
+            r"batch\[graph\]\[0\] is the Batch that it is part of: a graph takes no circles",
+        ),
     ]
     for use, batch, found in calls:
         loop.see(found=found)

@@ -190,3 +190,36 @@ class Deviates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
         return self.down(h + self.deviation(h)).square().mean() + self.down.bias.sum()
+
+
+@situation("https://github.com/pytorch/pytorch/issues/104296")
+def images_are_turned_by_angles_that_are_learned(loop: Loop) -> None:
+    """A spatial transformer. The gradient of torch's op takes numbers for sizes alone."""
+
+    def of(h: Tensor, images: Tensor) -> Tensor:
+        turned = h[:, :6].unflatten(1, (2, 3)) + torch.eye(2, 3)
+        found = torch.zeros(())
+        for whole in (False, True):
+            grid = F.affine_grid(turned, images.shape, align_corners=whole)
+            found = found + F.grid_sample(images, grid, align_corners=whole).sin().sum()
+        solid = F.affine_grid(
+            torch.cat([turned, turned[:, :1]], 1).repeat(1, 1, 2)[..., :4], (len(h), 1, 2, 1, 3), False
+        )
+        return found + solid.square().sum()
+
+    run(loop, of, lambda n: torch.randn(n, 2, n, 5))
+
+
+@situation("https://github.com/yenchenlin/nerf-pytorch/blob/master/run_nerf.py")
+def light_that_reaches_each_sample(loop: Loop) -> None:
+    """Products of what is left: along a dim whose size varies; with no zero, one and several in a row."""
+
+    def of(h: Tensor) -> Tensor:
+        opaque = torch.sigmoid(h)
+        light = torch.cumprod(torch.cat([torch.ones(len(h), 1), 1 - opaque[:, :-1] + 1e-10], -1), -1)
+        some = h * (torch.arange(h.numel()).view_as(h) % 11 != 5)
+        fewer = h * (torch.arange(h.numel()).view_as(h) % 3 != 1)
+        narrow = torch.cumprod(h.float() / 2, 0, dtype=torch.float64)
+        return (opaque * light).sum() + some.cumprod(0).sin().sum() + fewer.cumprod(0).square().sum() + narrow.sum()
+
+    run(loop, of)

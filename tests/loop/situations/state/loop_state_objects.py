@@ -182,6 +182,48 @@ def namespaces_and_tuples_are_states(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
+class Slots:
+    __slots__ = ("scale", "shift")
+
+    def __init__(self, scale: Any, shift: Any) -> None:
+        self.scale, self.shift = scale, shift
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+    mean: Any
+    count: int = 0
+
+
+class OfSlots(nn.Module):
+    """Two objects of one class, and a state that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.first, self.second = nn.Linear(6, 6), Slots(1.0, 2.0), Slots(3.0, torch.ones(6))
+        self.state: Any = Running(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.up(x) * self.first.scale + self.first.shift
+        y = y * self.second.scale + self.second.shift
+        self.state = dataclasses.replace(
+            self.state, mean=self.state.mean + y.detach().mean(), count=self.state.count + 1
+        )
+        return y * self.state.mean, Slots(y, {"count": self.state.count})
+
+
+@situation(STATE)
+def objects_with_slots_are_read_and_replaced(loop: Loop) -> None:
+    model = loop.model(OfSlots())
+    for number in range(4):
+        y, slots = model(torch.randn(3, 6))
+        (y.square().sum() + slots.scale.sum()).backward()
+        loop.see(y=y, slots=[slots.scale, slots.shift], mean=model.state.mean, count=model.state.count)
+        model.second.scale, model.second.shift = float(number), torch.full((6,), float(number))
+        model.first.scale = 2.0 if number == 2 else 1.0
+    loop.see_gradients(model)
+
+
 @situation(STATE, ranks=(1,))
 def a_container_of_another_kind_takes_the_place(loop: Loop) -> None:
     class Matching(nn.Module):
