@@ -31,7 +31,7 @@ from megafx.checkpoint.content import Content, damage, read_content
 from megafx.checkpoint.load import Load, replica_of
 from megafx.checkpoint.state import Optimizers, State, collect, copied, generators, merged, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
-from megafx.distributed.agreement import broadcast_object, check_same, first_rank, gather_objects, raising_together
+from megafx.distributed.agreement import broadcast_object, check_same, first_rank, gather_on_first, raising_together
 from megafx.distributed.failures import meet, only_rank_0, timeout_of
 from megafx.distributed.parameters import device_of, runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
@@ -116,7 +116,7 @@ def save_checkpoint(
     groups = [each for optimizer in data["optimizers"] for each in optimizer["groups"]]
     if getattr(runtime_of(model), "elsewhere", None) is not None:  # stages have tensors of their own
         shapes, groups = [], [{**each, "names": []} for each in groups]
-        data = merged(gather_objects(data, group))
+        data = _of_all_stages(data, model, group)
     options = [str(each) for each in groups]  # learning rates
     text = "\n".join([str(folder), f"step={step}", f"keep={keep}", *options, *shapes])
     check_same("what is to be saved", text, group)
@@ -130,13 +130,23 @@ def save_checkpoint(
 
 
 def _generators_of_replicas(model: nn.Module, group: dist.ProcessGroup | None) -> list[dict[str, torch.Tensor]]:
-    """Of each data-parallel rank, the generators of its first tensor-parallel rank; nothing without data parallelism."""
+    """Of each data-parallel rank, the generators of its first tensor-parallel rank, on rank 0; else nothing."""
     runtime = runtime_of(model)
     if group is None or runtime is None or runtime.meshes.data is None:
         return []
-    found = gather_objects((replica_of(model)[0], runtime.rank, generators(device_of(model))), group)
-    of_replica = {replica: states for replica, rank, states in found if rank == 0}
+    own = (replica_of(model)[0], generators(device_of(model))) if runtime.rank == 0 else None
+    of_replica = dict(filter(None, gather_on_first(own, group)))
     return [of_replica[replica] for replica in sorted(of_replica)]
+
+
+def _of_all_stages(data: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The plain data of all stages of a pipeline, on rank 0, which writes them; on other ranks their own."""
+    if group is None:
+        return data
+    first_of_stage = runtime_of(model).rank == 0 and replica_of(model)[0] == 0
+    parts = gather_on_first(data if first_of_stage else None, group)
+    with raising_together(group):
+        return merged([*filter(None, parts)]) if parts else data
 
 
 def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) -> Path:

@@ -56,13 +56,22 @@ def first_rank(holds: bool, group: dist.ProcessGroup | None) -> int | None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value (pickled), on every rank; without a group this rank's alone."""
+    """Every rank's value (pickled), on every rank; without a group this rank's alone. For groups of a host, or few bytes."""
     found: list[Any] = [value]
     if group is not None:
         found = [None] * dist.get_world_size(group)
         with stopping_with_others("a comparison of all ranks"):
             dist.all_gather_object(found, value, group=group)
     return found
+
+
+def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value (pickled) on rank 0 of the group; nothing on the others."""
+    first = dist.get_rank(group) == 0
+    found = [None] * dist.get_world_size(group) if first else None
+    with stopping_with_others("a message of all ranks to rank 0"):
+        dist.gather_object(value, found, group=group, group_dst=0)
+    return found or []
 
 
 def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str = "") -> None:

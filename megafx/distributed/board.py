@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, first_rank, gather_objects
+from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, first_rank
 from megafx.distributed.failures import timeout_of
 from megafx.errors import AgreementError
 
@@ -257,9 +257,13 @@ class _Messages(Board):
         if torch.equal(mine, largest):
             return None
         # all ranks come here: where two differ, neither has both ends
-        entries = gather_objects(self.own[-1], self.side)
-        other = next(r for r, entry in enumerate(entries) if _sent(entry) != _sent(self.own[-1]))
-        return self._between(other, entries[other], self.number)
+        own = self.own[-1]
+        of_first = broadcast_object(own, self.side)
+        other = first_rank(_sent(own) != _sent(of_first), self.side)
+        assert other is not None
+        of_other = broadcast_object(own, self.side, other)
+        found = (other, of_other) if _sent(own) == _sent(of_first) else (0, of_first)
+        return self._between(*found, self.number)
 
 
 def _sent(entry: Entry) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -200,6 +201,19 @@ def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
         return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
     mesh = tensor._spec.mesh
     return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
+
+
+def slices_by_rank(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dict[int, list[ShardSlice]]:
+    """`slices_of` on each rank that shares a tensor with this one, by its number in `group`, from the placement alone: replicas
+    of these ranks are left out. Nothing of a tensor that is no DTensor, which each rank has for itself."""
+    if not isinstance(tensor, DTensor) or group is None:
+        return {}
+    mesh, placement = tensor._spec.mesh, placement_of(tensor)
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    return {
+        dist.get_group_rank(group, rank): shard_slices(tensor.shape, placement, i, len(ranks))
+        for i, rank in enumerate(ranks)
+    }
 
 
 class _Local(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch import nn
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet, only_rank_0
 from megafx.distributed.parameters import everyone_of
+from megafx.distributed.tensor import slices_by_rank
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.placements.slices import ShardSlice
 from megafx.progress import stage
@@ -191,18 +192,21 @@ def _finish(folder: Path, files: Files, partial: dict[str, Path], token: str, va
 
 
 def _gatherer(tensors: Sequence[Stored], group: dist.ProcessGroup | None) -> Fetch:
-    """Gathers each tensor on the rank that writes it: every box comes from one rank that holds it."""
+    """Gathers each tensor on the rank that writes it, from the ranks that share it with that one; others send nothing."""
     by_name = {name: t for t in tensors for name in t.names}
-    boxes: list[dict[str, list[ShardSlice]]] = agreement.gather_objects({t.name: t.slices for t in tensors}, group)
     rank = 0 if group is None else dist.get_rank(group)
 
     @torch.no_grad()
     def fetch(name: str, writer: int) -> torch.Tensor | None:
         stored = by_name[name]
-        local = stored.local
+        of_ranks, local = slices_by_rank(stored.tensor, group), stored.local
+        if not of_ranks:
+            return local.clone() if rank == writer else None
+        if writer not in of_ranks:
+            return None
         holders: dict[tuple[Any, Any], tuple[int, ShardSlice]] = {}
-        for r in (writer, *(r for r in range(len(boxes)) if r != writer)):
-            for box in boxes[r][stored.name]:
+        for r in (writer, *of_ranks):
+            for box in of_ranks[r]:
                 holders.setdefault((box.offsets, box.sizes), (r, box))
         whole = local.new_empty(stored.tensor.shape if rank == writer else ())
         for holder, box in holders.values():

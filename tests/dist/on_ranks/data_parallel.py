@@ -12,6 +12,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -386,6 +387,20 @@ def each_replica_goes_on_with_its_own_masks(folder: Path) -> None:
     states: list[Any] = [None, None]
     dist.all_gather_object(states, torch.get_rng_state())
     assert found == wanted and not torch.equal(*states)
+
+
+@check(4)
+def a_save_sends_no_rank_what_all_hold(folder: Path) -> None:
+    """What a rank receives does not grow with the number of ranks, but for rank 0, which writes what there is of each."""
+    start = Model().double()
+    for form in ("ddp", "fsdp"):
+        model = parallel(copy.deepcopy(start), **DDP, data_parallel=form)
+        model(*(mine(each, 2, 2) for each in batch(0, 2)))
+        with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("sent to all ranks")):
+            megafx.save_checkpoint(folder / form, model, step=1)
+            megafx.save_pretrained(model, folder / f"{form} files", max_shard_size="4KB")  # several writers
+        again = megafx.load_safetensors(Model().double(), folder / f"{form} files")
+        same_tensors(dict(again.state_dict()), dict(start.state_dict()), f"{form} saved:")
 
 
 @check(2)

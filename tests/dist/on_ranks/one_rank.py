@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import megafx
 from megafx.checkpoint.state import decode
 from megafx.distributed.agreement import check_setting, differing, raising_together
+from megafx.distributed.board import FORWARD, Entry, make_board
 from megafx.errors import AgreementError, CaptureError, CheckpointError, LostRankError, UsageError
 
 
@@ -301,6 +302,19 @@ def calls_that_go_apart_late() -> None:
             model(x(seed=step)).backward()
     raises(AgreementError, "call 3: .* size 0 of 'x' is 3 on rank 0, 4 on rank 1", lambda: model(x(3 + rank)))
     model(x()).backward()
+
+
+@check(4)
+def a_difference_of_one_rank_over_messages() -> None:
+    """As between hosts: each rank learns of one that differs from it."""
+    rank = dist.get_rank()
+    with mock.patch("megafx.distributed.board._shared", side_effect=lambda group: None):
+        board = make_board(dist.group.WORLD, torch.device("cpu"))
+    assert board is not None and board.exchange(Entry(FORWARD, 0, "alike", [1])) is None
+    for odd, pairs in ((2, [(0, 2), (1, 2), (0, 2), (2, 3)]), (0, [(0, 1), (0, 1), (0, 2), (0, 3)])):
+        found = board.exchange(Entry(FORWARD, 1, "alike", [5 if rank == odd else 1]))
+        assert found is not None and found.ranks == pairs[rank], (rank, found)
+        assert [entry.numbers for entry in found.entries] == [[5 if r == odd else 1] for r in pairs[rank]]
 
 
 @check(2, seed=0)
