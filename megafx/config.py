@@ -265,18 +265,18 @@ class Config:
         if self.fp8_recipe == "delayed":
             found = "fp8_recipe='delayed' takes scales from earlier steps, and saturates where values grow"
             raise ConfigError(found, fix="use 'tensorwise': its scales are those of the values themselves, as fast")
-        for f in dataclasses.fields(self):
-            value, choices = getattr(self, f.name), choices_of(f.name)
+        for name, choices, text, least, optional in _checked_fields():
+            value = getattr(self, name)
             if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
                 allowed = " or ".join(repr(c) for c in choices if c is not None)
-                raise _error(f.name, value, allowed + (", or None" if None in choices else ""))
-            if _TYPES[f.name] == str | None and not isinstance(value, str | None):
-                raise _error(f.name, value, "a profile name, the path of a .yaml file, or None")
-            least, optional = f.metadata["least"], _TYPES[f.name] is not int
-            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if is_whole(f.name) and not fits and not (value is None and optional):
+                raise _error(name, value, allowed + (", or None" if None in choices else ""))
+            if text and not (value is None or isinstance(value, str)):
+                raise _error(name, value, "a profile name, the path of a .yaml file, or None")
+            if least is None or (value is None and optional):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 allowed = f"a whole number of at least {least}" + (", or None" if optional else "")
-                raise _error(f.name, value, allowed)
+                raise _error(name, value, allowed)
         size, shard = self.data_parallel_size, self.data_parallel_shard_size
         if shard is not None and self.data_parallel == "ddp":
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
@@ -410,6 +410,18 @@ def choices_of(name: str) -> tuple[Any, ...]:
 def is_whole(name: str) -> bool:
     """True if a field takes whole numbers, or those and None."""
     return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}
+
+
+@functools.cache
+def _checked_fields() -> list[tuple[str, tuple[Any, ...], bool, int | None, bool]]:
+    """Of each field that has them: its choices; whether it takes text; the least whole number; whether it may be None."""
+    found = []
+    for f in dataclasses.fields(Config):
+        kind, choices = _TYPES[f.name], choices_of(f.name)
+        least = f.metadata["least"] if is_whole(f.name) else None
+        if choices or kind == str | None or least is not None:
+            found.append((f.name, choices, kind == str | None, least, kind is not int))
+    return found
 
 
 GROUPS = {  # title -> the first of its fields

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -74,6 +74,11 @@ def _may_be_known(func: OpOverload) -> bool:
     return not _BY_DATA.intersection(func.tags) and func._opname not in _NEVER
 
 
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 class QuickFakeTensorMode(FakeTensorMode):
     """As FakeTensorMode, for one trace and the passes over its graph."""
 
@@ -89,7 +94,8 @@ class QuickFakeTensorMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A trace knows values by their tensors: where eager mode gives a copy, a fake of its own, not the operand itself."""
         if isinstance(func, OpOverload) and _may_be_known(func):
-            return self._quickly(func, types, args, kwargs or {})
+            kwargs = kwargs or {}
+            return self._quickly(func, args, kwargs, functools.partial(super().dispatch, func, types, args, kwargs))
         found: Any = super().dispatch(func, types, args, kwargs)
         if (
             func is aten.bincount.default and not found.is_floating_point()
@@ -101,14 +107,20 @@ class QuickFakeTensorMode(FakeTensorMode):
             return found
         return (super().dispatch(aten.clone.default, types, args[:1], {}), *found[1:])
 
-    def _quickly(self, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func(*args, **kwargs)` where the mode is on: also of an op that torch takes apart before a mode sees it."""
+        if isinstance(func, OpOverload) and _may_be_known(func):
+            return self._quickly(func, args, kwargs, functools.partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _quickly(self, func: OpOverload, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         operands: list[FakeTensor] = []
         try:
             # Who hears of the conditions that the op makes on sizes.
             asks = getattr(self.shape_env, "model_runs", False), ShapeEnv._suppress_guards_tls()
             key = func, asks, self._form(args, operands), *((k, self._form(v, operands)) for k, v in kwargs.items())
         except _Unknown:
-            return super().dispatch(func, types, args, kwargs)
+            return run()
         known = self._known.get(key)
         for_all = None
         if known is None and (for_all := self._for_all_traces(key)) is not None and for_all in _shared:
@@ -117,10 +129,12 @@ class QuickFakeTensorMode(FakeTensorMode):
             made = [self._made(each, operands) for each in known]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
         asked = self._asked()
-        found: Any = super().dispatch(func, types, args, kwargs)
+        found: Any = run()
         results = [found] if len(func._schema.returns) == 1 else found
         if isinstance(results, (list, tuple)) and all(isinstance(x, FakeTensor) for x in results):
             with contextlib.suppress(_Unknown):
+                if _is_composite(func) and _symbols([expressions(x) for x in results]) - _symbols(key):
+                    raise _Unknown  # a size of data, which is another one each time
                 self._known[key] = [self._result(x, results, operands) for x in results]
                 if for_all is not None and asked == self._asked():
                     forms = [_form_of(x, y) for x, y in zip(results, self._known[key], strict=True)]

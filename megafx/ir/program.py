@@ -395,8 +395,7 @@ class Builder:
         graph = self.program.graph
         with graph.inserting_before(self.where):
             node = graph.call_function(target, args, kwargs)
-        with self.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
-            node.meta[VAL] = target(*fake_args(args), **fake_args(kwargs))
+        recompute_val(self.program, node)
         return inherit(node, self.origin, self.by)
 
 
@@ -432,8 +431,10 @@ def compiled_graph(gm: fx.GraphModule) -> Callable[..., Any]:
 
 def recompute_val(program: Program, node: fx.Node) -> None:
     """Set `val` from the node's operands."""
-    with program.fake_mode, torch.no_grad(), enable_python_dispatcher():
-        node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))
+    mode: Any = program.fake_mode
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        args, kwargs = fake_args(node.args), fake_args(node.kwargs)
+        node.meta[VAL] = mode.run(node.target, args, kwargs) if hasattr(mode, "run") else node.target(*args, **kwargs)
 
 
 def number_nodes(graph: fx.Graph) -> None:

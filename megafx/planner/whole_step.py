@@ -19,7 +19,8 @@ What is added is coarser than the timeline:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from megafx.config import Config
 from megafx.placements.data_axis import CONTEXT_AXIS, DDP, FSDP, TENSOR_AXIS, ZERO1
@@ -119,7 +120,7 @@ def whole_steps(
                 "AdamW's moments": moments // whole + experts["AdamW's moments"] // alike,
                 "kept for backward": int(own.kept * (1 if fraction is None else fraction)),
             }
-            changed = in_form(config, form, shard).replace(activation_memory_budget=fraction)
+            changed = in_form(config, form, shard, activation_memory_budget=fraction)
             sent = int(m * moved * own.time) + messages * size + group.sent(form, params, grads)
             sent += same.sent(of_same, experts["parameters"], experts["gradients"])
             rows, flops = (config.micro_batch_size or 1) * d * m, step.flops * m / split.ranks
@@ -187,8 +188,8 @@ class _DataGroup:
     def _us(self, kind: str, size: int, ranks: int, inner: int, calls: int) -> tuple[float, float]:
         """(microseconds, those at the rate of a host's link) of collectives of `size` bytes in all."""
         sent = payload(kind, size, ranks) / calls
-        alone = replace(self.hardware, network_bytes_per_second=None)  # the ranks of a group as if on one host
-        found = [1e6 * calls * library_seconds(kind, sent, hw, ranks, inner) for hw in (self.hardware, alone)]
+        machines = (self.hardware, self.hardware.one_host)
+        found = [1e6 * calls * library_seconds(kind, sent, hw, ranks, inner) for hw in machines]
         return found[0], found[1]
 
     def _exposed(self, us: tuple[float, float], computing: float, latest: float = 0.0) -> float:
@@ -211,11 +212,12 @@ def _sum(us: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(a for a, _ in us), sum(b for _, b in us)
 
 
-def in_form(config: Config, form: str, shard: int | None = None) -> Config:
-    """The config with another form of data parallelism; "ddp" has no shards. shard: data-parallel ranks that hold a copy."""
+def in_form(config: Config, form: str, shard: int | None = None, **changes: Any) -> Config:
+    """The config with another form of data parallelism, and other changes; "ddp" has no shards. shard: data-parallel ranks that
+    hold a copy."""
     shard = config.data_parallel_shard_size if shard is None else shard
     alone = form == DDP or shard == (config.data_parallel_size or 1)
-    return config.replace(data_parallel=form, data_parallel_shard_size=None if alone else shard)
+    return config.replace(data_parallel=form, data_parallel_shard_size=None if alone else shard, **changes)
 
 
 def out_of_reach(t: int, gpus: int, hardware: Hardware) -> str:

@@ -80,14 +80,14 @@ def find_candidates(
     work: deque[tuple[fx.Node, int, Layout]] = deque()
 
     def add(node: fx.Node, dim: int, layout: Layout) -> None:
+        if (dim, layout) in found.values.get(node, ()):
+            return
         if node in shapes and sizes.from_data(shapes[node][dim]):
             return  # rows that data selects: ranks cannot know one another's numbers of them
         if any(block.count >= FIRST_PRIME and sizes.shards_to_one(block.count, t) for block in layout.blocks):
             return
-        cuts = found.values.setdefault(node, {})
-        if (dim, layout) not in cuts:
-            cuts[dim, layout] = None
-            work.append((node, dim, layout))
+        found.values.setdefault(node, {})[dim, layout] = None
+        work.append((node, dim, layout))
 
     for node, shape in shapes.items():
         for dim, n in enumerate(shape):

@@ -10,7 +10,7 @@ import copy
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,11 @@ class Hardware:
         if dtype == FLOAT8 and dtype not in self.flops_per_second:
             return FP8_GAIN * self.flops("bfloat16")
         return self.flops_per_second.get(dtype, min(self.flops_per_second.values()))
+
+    @functools.cached_property
+    def one_host(self) -> Hardware:
+        """The same with all GPUs as if on one host."""
+        return replace(self, network_bytes_per_second=None)
 
     def hosts(self, ranks: int, inner: int = 1) -> int:
         """Hosts that a group of an axis is on. inner: ranks of the axes inside of it, by which its neighbours are apart."""

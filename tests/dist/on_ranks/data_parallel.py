@@ -392,7 +392,7 @@ def each_replica_goes_on_with_its_own_masks(folder: Path) -> None:
 @check(4)
 def a_save_sends_no_rank_what_all_hold(folder: Path) -> None:
     """What a rank receives does not grow with the number of ranks, but for rank 0, which writes what there is of each."""
-    start = Model().double()
+    start = base()
     for form in ("ddp", "fsdp"):
         model = parallel(copy.deepcopy(start), **DDP, data_parallel=form)
         model(*(mine(each, 2, 2) for each in batch(0, 2)))
