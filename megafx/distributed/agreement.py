@@ -154,7 +154,12 @@ def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Hashes of n tensors -> [ranks, n] on the host."""
-    values = _hashes(tensors)
+    return of_all_ranks(_hashes(tensors), group)
+
+
+def of_all_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Each rank's values [n] -> [ranks, n] on the host."""
+    values = values.to(dist.distributed_c10d._get_object_coll_device(group))
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, values, group=group)
     return torch.stack(rows).cpu()

@@ -8,6 +8,7 @@ A group of a mesh that has a dim 'cp' is of all context- and tensor-parallel ran
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafx.distributed.agreement import broadcast_object, check_inputs, gather_objects, tensor_hash
+from megafx.distributed.agreement import broadcast_object, check_inputs, of_all_ranks, raising_together, tensor_hash
 from megafx.distributed.mesh import ranks_alike
 from megafx.errors import AgreementError
 from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
@@ -90,18 +91,23 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
             check_inputs(named, f"batch with {values}", step, group)
         except AgreementError as error:
             problem = error  # the other groups get it before it is raised
-    mine = [(tuple(x.shape), str(x.dtype), int(tensor_hash(x))) for _, x in named]
+    about = [(tuple(x.shape), str(x.dtype), int(tensor_hash(x))) for _, x in named]
+    own = int.from_bytes(hashlib.blake2b(repr(about).encode(), digest_size=7).digest(), "big") if about else -1
     for name in (mesh.mesh_dim_names or ()) if mesh is not None else ():
         if name in (CONTEXT_AXIS, TENSOR_AXIS) or mesh is None:
             continue
-        rows = gather_objects((mine, None if problem is None else problem.found), mesh[name].get_group())
-        for a, (theirs, found) in enumerate(rows):
-            if problem is None and found is not None:
-                problem = AgreementError(found, fix=_FIX)
-            same = [b for b in range(a) if theirs and rows[b][0] == theirs]
-            if problem is None and same:
-                found = f"step {step}: replicas {same[0]} and {a} of dim '{name}' of the mesh got the same batch"
-                problem = AgreementError(found, fix=_FIX)
+        axis = mesh[name].get_group()
+        try:
+            with raising_together(axis):
+                if problem is not None:
+                    raise problem
+        except AgreementError as error:
+            problem = error
+        hashes = of_all_ranks(torch.tensor([own]), axis)[:, 0].tolist()
+        a = next((a for a, one in enumerate(hashes) if one >= 0 and one in hashes[:a]), None)
+        if problem is None and a is not None:
+            found = f"step {step}: replicas {hashes.index(hashes[a])} and {a} of dim '{name}' of the mesh got the same batch"
+            problem = AgreementError(found, fix=_FIX)
     if problem is not None:
         raise problem
 
