@@ -38,7 +38,7 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
 	$(BIN)/pip install -e .
 	touch $@
 
-$(VENV)/.test-installed: $(VENV)/.demo-installed
+$(VENV)/.test-installed: $(VENV)/.torch-installed pyproject.toml
 	$(BIN)/pip install -e '.[test]'
 	touch $@
 
