@@ -15,7 +15,7 @@ import os
 import re
 import traceback
 import types
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ _NESTED = (
     "tensors are nested (torch.nested): the data of their lengths decides how many rows each has",
     "compute on padded tensors and a mask, or put what makes and takes nested tensors into a submodule, which is left eager",
 )
+_SPARSE = (
+    "forward makes a sparse tensor (torch.sparse): a trace knows no values that are left out",
+    "compute on dense tensors, keep the sparse tensor as a buffer, or put what makes and takes it into a submodule, which is "
+    "left eager",
+)
 
 
 TRANSFORM = (
@@ -103,18 +108,30 @@ DIFFERENTIATES = (
 
 
 class OneBatch(Exception):
-    """Code of the model packs or nests sequences: a trace would have the lengths of one batch."""
+    """Code of the model packs or nests sequences, of which a trace would have the lengths of one batch, or makes a sparse
+    tensor."""
 
 
 @replacing
 def packing(what: str, old: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A function of torch that packs ('packs') or nests ('nests') sequences, while a model is traced."""
+    """A function of torch that packs ('packs') or nests ('nests') sequences, or makes a sparse tensor ('sparse'), while a model
+    is traced."""
     if in_eager_code():
         return old(*args, **kwargs)
     raise OneBatch(what)
 
 
 NESTING = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]
+SPARSE = [
+    (owner, name) for owner, start in ((torch, "sparse_"), (torch.Tensor, "to_sparse")) for name in dir(owner)
+    if name.startswith(start) and (owner is torch.Tensor or name.endswith("_tensor"))
+]  # fmt: skip
+
+
+@replacing
+def product(old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`torch.sparse.mm` of a sparse buffer, which a trace takes for a dense one: torch.mm multiplies both."""
+    return old(*args, **kwargs) if in_eager_code() or len(args) + len(kwargs) != 2 else torch.mm(*args, **kwargs)
 
 
 def is_other_form(x: Any) -> bool:
@@ -168,6 +185,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
         _LSTSQ,
         _PACKED,
         _NESTED,
+        _SPARSE,
         TRANSFORM,
         DIFFERENTIATES,
     )
@@ -264,6 +282,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
                 "and give the result to the model as an argument",
             )
     if isinstance(error, OneBatch):
+        if str(error) == "sparse":
+            return _SPARSE
         return _PACKED if str(error) == "packs" else _NESTED
     if isinstance(error, Differentiates):
         return DIFFERENTIATES

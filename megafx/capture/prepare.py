@@ -54,7 +54,7 @@ from megafx.capture.conversions import (
 )
 from megafx.capture.draws import LayerDraws, draws_in_torch, droppable_layers, following, unrepeatable
 from megafx.capture.eager_parts import LeftFunction, left_functions
-from megafx.capture.errors import NESTING, packing
+from megafx.capture.errors import NESTING, SPARSE, packing, product
 from megafx.capture.functions import (
     APPLY_OF,
     GENERATOR,
@@ -194,6 +194,9 @@ def replacements(
     why = "a trace has the lengths of one batch: the module that packs or nests sequences is left eager"
     table += [Replacement(torch._VF, "_pack_padded_sequence", partial(packing, "packs"), why)]
     table += [Replacement(torch.nested, name, partial(packing, "nests"), why) for name in NESTING]
+    why = "a trace has no sparse tensors: the module that makes one is left eager, and those that are buffers are multiplied"
+    table += [Replacement(owner, name, partial(packing, "sparse"), why) for owner, name in SPARSE]
+    table += [Replacement(torch.sparse, "mm", product, why)]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]

@@ -156,7 +156,8 @@ class _Made(TorchDispatchMode):
         if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
             raise RuntimeError("it reads a tensor of the model's, or of what called it")
         result = func(*args, **(kwargs or {}))
-        self.tensors.extend(x.detach() for x in pytree.tree_leaves(result) if type(x) is Tensor)
+        made = [x for x in pytree.tree_leaves(result) if type(x) is Tensor and x.layout is torch.strided]
+        self.tensors.extend(x.detach() for x in made)
         return result
 
 
@@ -167,7 +168,8 @@ def forget_made_up() -> None:
 def refuse_made_up(constants: Iterable[Any]) -> None:
     """Raise CaptureError where code that is captured has read a tensor that code that is left eager has put somewhere."""
     made = {x.untyped_storage()._cdata for x in _Made.tensors}
-    if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in made for x in constants):
+    strided = [x for x in constants if isinstance(x, Tensor) and x.layout is torch.strided]
+    if any(x.untyped_storage()._cdata in made for x in strided):
         raise CaptureError(
             "forward reads a tensor that a module that is left eager has put into a global or an object",
             fix="let the module return it",

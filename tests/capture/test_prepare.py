@@ -23,7 +23,7 @@ import megafx
 from megafx.capture import prepare
 from megafx.capture.conversions import MATH, OF_NUMPY, imported_by_name
 from megafx.capture.draws import LayerDraws, unrepeatable
-from megafx.capture.errors import NESTING
+from megafx.capture.errors import NESTING, SPARSE
 from megafx.capture.export import capture_call
 from megafx.capture.functions import classes_bound_early
 from megafx.capture.libraries.flex import flex_replacements
@@ -76,7 +76,7 @@ def test_the_table_holds_within_and_is_gone_afterwards(name: str, fails: bool) -
     for library, names in ((math, MATH), (torch, LEFT_BY_CAPTURES)):
         lines += len(names) + len(imported_by_name(library, names, LIBRARIES))
     lines += len(replaced_in(nn.functional)) + 2  # flags of backends, and tensors of inference
-    lines += len(NESTING) + len(flex_replacements(lambda text: None))
+    lines += len(NESTING) + len(SPARSE) + 1 + len(flex_replacements(lambda text: None))
     lines += 1 + 2  # calls without arguments; TorchScript's functions and methods
     lines += 6 + 8 + 2  # comparisons of sizes; what forward asks of its arguments; operands that ops return, torch.func
     lines += 2 * len(OF_NUMPY) + 4  # quotients of sizes

@@ -45,6 +45,7 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "a module that is left eager calls backward(), who": "loop/situations/forward/loop_uncaptured.py",
     "argument <name> is a sparse tensor (<layout>), wh": "loop/situations/forward/loop_packing.py",
     "tensors are nested (torch.nested): the data of th": "loop/situations/forward/loop_packing.py",
+    "forward makes a sparse tensor (torch.sparse): a tr": "loop/situations/forward/loop_packing.py",
     "forward changes what earlier calls left in the li": "loop/situations/state/loop_state_containers.py",
     "'<name>' of torch.jit.script switches gradients o": "loop/situations/forward/loop_torchscript.py",
     "a module of torch.jit that is no submodule of the": "loop/situations/forward/loop_torchscript.py",

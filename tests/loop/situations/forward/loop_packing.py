@@ -134,8 +134,47 @@ class Mixes(nn.Module):
         return self.linear(mix @ x)
 
 
+class Shares(nn.Module):
+    """A linear whose weight is changed where a sparse adapter says so, as peft's SHiRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.values = nn.Linear(12, 12), nn.Parameter(torch.randn(9))
+        self.register_buffer("at", torch.randint(0, 12, (2, 9)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = torch.sparse_coo_tensor(self.at, 0.5 * self.values, (12, 12))
+        return F.linear(x, self.linear.weight + change, self.linear.bias)
+
+
+class Graph(nn.Module):
+    """Mixes rows by a sparse buffer, and has a sparse adapter. inside: in a submodule."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.up, self.shares, self.inside = nn.Linear(12, 12), Shares(), inside
+        self.register_buffer("mix", torch.eye(4).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sparse.mm(self.mix, self.up(x))
+        return self.shares(x) if self.inside else Shares.forward(self.shares, x)
+
+
 @situation("https://docs.pytorch.org/docs/stable/sparse.html")
 def sparse_matrices(loop: Loop) -> None:
+    """As arguments, and made in the model's own forward, refused; the advice is followed. One that is made in a submodule stays
+    eager, and buffers are part of the graph."""
+    graph, x = loop.model(Graph(inside=True)), torch.randn(4, 12)
+    for _ in range(2):
+        y = graph(x)
+        y.square().mean().backward()
+        loop.see(y=y)
+    loop.see_gradients(graph)
+    outside = Graph(inside=False)
+    if not loop.eager:
+        found = r"forward makes a sparse tensor.*\n.*\n  fix: .* into a submodule, which is left eager"
+        with pytest.raises(CaptureError, match=found):
+            loop.model(outside)(x)
     model, x, mix = loop.model(Mixes()), torch.randn(4, 12), torch.eye(4).roll(1, 0).to_sparse()
     if not loop.eager:
         with pytest.raises(
