@@ -174,12 +174,12 @@ _foreach_supported_types.extend([TPTensor, WholeParameter])  # clipping reduces 
 _set: Any = parametrize._maybe_set
 
 
-def _set_value(to: torch.Tensor, value: torch.Tensor) -> None:
+def _set_value(dest: torch.Tensor, src: torch.Tensor) -> None:
     """What `remove_parametrizations` leaves in a parameter. torch would swap the two, which have to be of one class."""
-    if isinstance(to, TPTensor):
-        to.data = value
+    if isinstance(dest, TPTensor):
+        dest.data = src
     else:
-        _set(to, value)
+        _set(dest, src)
 
 
 parametrize._maybe_set = _set_value

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from advice import refused
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -196,6 +197,12 @@ def test_a_call_without_rows_is_the_same_on_every_rank():
     program = typed(lambda w: (w * w, F.dropout(w, 0.5)))
     assert outputs(program) == ["R", "R"]
     assert program.batch.inputs == {} and program.batch.whole and not program.batch.summed
+
+
+def test_a_number_made_of_the_batch_is_refused_with_advice_that_works():
+    with refused("the <of> of this call is no size that may vary, "):
+        typed(lambda w, x: (x * w).sum() / len(x), X)
+    assert outputs(typed(lambda w, x: (x * w).sum() / x.shape[0], X)) == ["P->R"]
 
 
 def test_averaging_types_nothing():
