@@ -6,11 +6,12 @@ import dis
 import functools
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from megafx.errors import SourceLine
 from megafx.ir.source_lines import is_user_file
 
 _LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
@@ -107,3 +108,33 @@ def is_looked_at(file: str) -> bool:
 
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 OF_ENVIRON = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
+
+
+def names_at_classes(
+    function: types.FunctionType, cls: type | None, others: Iterable[type]
+) -> Iterator[tuple[type, str, SourceLine]]:
+    """(class, name that may be of an attribute of it, line), where code may ask `type(self).calls`. cls: whose method the
+    function is; others: classes that one which is no method may look at."""
+    for part in codes(function.__code__):
+        of = [cls] if cls is not None else []
+        if cls is None and not _AT_CLASSES.isdisjoint(part.co_names):
+            of = [*dict.fromkeys(others)]
+        for kind in of:
+            yield from ((kind, name, SourceLine(part.co_filename, part.co_firstlineno)) for name in part.co_names)
+
+
+_AT_CLASSES = frozenset(["type", "__class__"])
+
+
+def functions_of_class(cls: type) -> Iterator[Any]:
+    """What code can call of a class without an instance."""
+    found = (f for base in cls.__mro__ for f in [*vars(base).values()])
+    return (f.__func__ for f in found if isinstance(f, (classmethod, staticmethod)))
+
+
+def attributes_of(owner: Any) -> Any:
+    """The `__dict__` of an object, past what its class overrides; None where it has none."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None

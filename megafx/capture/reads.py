@@ -28,12 +28,15 @@ from torch import nn
 from megafx.capture.asked import Asked
 from megafx.capture.code_names import (
     OF_ENVIRON,
+    attributes_of,
     chains,
     codes,
     compares,
     computes,
     from_getattr,
+    functions_of_class,
     is_looked_at,
+    names_at_classes,
     names_layerdrop,
 )
 from megafx.capture.memos import MEMO, Memos, memo_of
@@ -169,8 +172,8 @@ class Reads:
 
     def repeat(self, owner: Any, other: Any, name: str, value: Any) -> None:
         """Note that `other` has been read from, as `owner` was."""
-        attributes = _attributes(other)
-        line = self.places[key].line if (key := (id(_attributes(owner)), name)) in self.places else None
+        attributes = attributes_of(other)
+        line = self.places[key].line if (key := (id(attributes_of(owner)), name)) in self.places else None
         if isinstance(value, types.MethodType) and value.__self__ is owner:
             value = types.MethodType(value.__func__, other)
         self._note(other, name, attributes.get(name, value), line)
@@ -231,7 +234,7 @@ class Reads:
                     fix="pass it to the module as an argument",
                 )
             if self.on and id(owner) in self.names:
-                attributes = _attributes(owner)
+                attributes = attributes_of(owner)
                 if isinstance(getattr(type(owner), name, None), types.MemberDescriptorType) and not in_eager_code():
                     raise sets_a_slot(owner, self.names[id(owner)], name, line_of(sys._getframe(1)))
                 self.written.setdefault(
@@ -248,7 +251,7 @@ class Reads:
         known = self.names.get(id(owner))
         if known is None:
             return
-        attributes = _attributes(owner)
+        attributes = attributes_of(owner)
         key = id(owner if attributes is None else attributes), name
         if key in self.places:
             self.latest[self.places[key].name] = self.clock()
@@ -302,7 +305,7 @@ class Reads:
             each[id(owner), "__dict__"] = owner, "__dict__", None
         if (known := self.names.get(id(owner))) is None:
             return
-        attributes = _attributes(owner)
+        attributes = attributes_of(owner)
         holder = NamesOf(attributes)
         self._take((id(attributes), "__dict__"), Place(holder, "names", f"{known}.__dict__".lstrip(".")), holder.names)
         for name, value in attributes.items():
@@ -312,7 +315,7 @@ class Reads:
     def _note_behind(self, owner: Any) -> None:
         """The class's `__getattr__` computes an attribute: what it may read by `object.__getattribute__(self, "_inner")`."""
         code = getattr(getattr(type(owner), "__getattr__", None), "__code__", None)
-        attributes, named = _attributes(owner) or {}, set() if code is None else {*code.co_consts}
+        attributes, named = attributes_of(owner) or {}, set() if code is None else {*code.co_consts}
         for name in sorted(attributes.keys() & named - IGNORED):
             self._note(owner, name, attributes[name])
 
@@ -368,6 +371,9 @@ class Reads:
         elif isinstance(value, threading.local):
             for name, part in vars(value).items():
                 self._take((id(value), name), Place(value, name, f"{place.name}.{name}", place.line), part)
+        elif isinstance(value, type) and not _library_of(value):
+            for function in functions_of_class(value):
+                self.look_through(function, value)
         elif not isinstance(value, (torch.Tensor, type, types.ModuleType, *PLAIN)) and id(value) not in self.names:
             self._know(value, place.name)
             if isinstance(value, nn.Module):  # outside of the model: in a list, a closure
@@ -419,7 +425,7 @@ class Reads:
 
     def _find_globals(self) -> None:
         """Look through the code of the model: that of the user, and of the packages that modules of the model are from."""
-        self._code_seen: set[int] = set()
+        self._code_seen: set[Any] = set()
         self.places.setdefault((id(OF_TORCH), "number"), Place(OF_TORCH, "number", "torch.Tensor's methods"))
         self._packages = {type(m).__module__.partition(".")[0] for m in self.model.modules()} - LIBRARIES
         for method in (f for owner in (torch.Tensor, nn.Module) for f in replaced_in(owner).values()):
@@ -487,15 +493,17 @@ class Reads:
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
-        # the `__new__` of a named tuple, whose globals are its own
-        if not function.__globals__.get("__builtins__", True):
-            return
         package = str(function.__module__).partition(".")[0]
-        if "site-packages" in code.co_filename and package not in self._packages:
+        foreign = "site-packages" in code.co_filename and package not in self._packages
+        # of the `__new__` of a named tuple the globals are its own
+        if foreign or (id(function), cls) in self._code_seen or not function.__globals__.get("__builtins__", True):
             return
-        if id(function) in self._code_seen:
+        known = id(function) in self._code_seen  # in another class, whose attributes are others
+        self._code_seen.update([id(function), (id(function), cls)])
+        for kind, name, line in names_at_classes(function, cls, (type(m) for m in self.model.modules())):
+            self._note_of_class(kind, name, line)
+        if known:
             return
-        self._code_seen.add(id(function))
         self.alive.append(function)
         own = not is_installed(code.co_filename)
         self.functions += [function] * own
@@ -530,8 +538,6 @@ class Reads:
                 elif kind == "assigned" and cls is not None:
                     for base in [base for base in cls.__mro__ if not _of_library(base)]:
                         self.assigned(self._variable(self._own(base), first, f"{base.__name__}.{first}", line))
-            for name in part.co_names if cls is not None else ():
-                self._note_of_class(cls, name, line)
 
     def look_through_class(self, cls: type, *names: str) -> None:
         """As `look_through`, of the methods that code calls without naming them, and of those named."""
@@ -687,13 +693,6 @@ def _reader() -> types.FrameType:
     frame = sys._getframe(2)
     own = frame.f_code.co_name == "plain" and frame.f_back is not None  # what makes it this thread's (prepare.py)
     return frame.f_back if own and frame.f_back is not None else frame
-
-
-def _attributes(owner: Any) -> Any:
-    try:
-        return object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return None
 
 
 _BY_NAME = frozenset(["getattr", "hasattr"])

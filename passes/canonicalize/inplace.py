@@ -40,6 +40,12 @@ _IRREGULAR: dict[Any, Callable[..., Any]] = {
     aten.transpose_.default: aten.transpose.int,
     aten.exponential_.default: aten.exponential.default,
     aten.normal_.default: aten.normal_functional.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
+    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.ldexp_.default: aten.ldexp.Tensor,
 }
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,

@@ -223,3 +223,17 @@ def light_that_reaches_each_sample(loop: Loop) -> None:
         return (opaque * light).sum() + some.cumprod(0).sin().sum() + fewer.cumprod(0).square().sum() + narrow.sum()
 
     run(loop, of)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/172026")
+def powers_are_taken_in_place(loop: Loop) -> None:
+    def of(h: Tensor) -> Tensor:
+        h = h * 1.5
+        h.pow_(2)
+        h[..., -1] **= 3
+        still = h.detach().clone()
+        still.pow_(still.abs()).float_power_(2).float_power_(still * 0.1).ldexp_(torch.tensor(1))
+        still //= torch.tensor(3.0)
+        return (h * still).sum()
+
+    run(loop, of)

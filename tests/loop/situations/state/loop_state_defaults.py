@@ -1,7 +1,8 @@
-"""Defaults of arguments, and code of functions, that are replaced between calls."""
+"""Defaults of arguments, code of functions, and attributes of classes, that are replaced between calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,3 +63,74 @@ def defaults_of_functions_are_replaced(loop: Loop) -> None:
     loop.see(last=model(torch.ones(3, 6)))
     (_with_keyword.__kwdefaults__ or {})["scale"] = 1.0
     loop.see_gradients(model)
+
+
+class Measure:
+    """Is reached by the class that an attribute of the model holds."""
+
+    scale, table = 2.0, {"shift": 1.0}
+
+    @classmethod
+    def scaled(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.scale
+
+    @staticmethod
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + Measure.table["shift"]
+
+
+class Finer(Measure):
+    pass
+
+
+class Rated(nn.Module):
+    rate = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * type(self).rate
+
+
+class Slow(Rated):
+    rate = 0.5
+
+
+class Fast(Rated):
+    rate = 2.0
+
+
+class OfClasses(Rated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.measure = nn.Sequential(Slow(), Fast()), Finer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.measure.shifted(self.measure.scaled(self.parts(x)))
+        return x * _rate_of(self)
+
+
+def _rate_of(model: nn.Module) -> Any:
+    return model.rate * model.__class__.rate  # type: ignore[operator]  # numbers
+
+
+@situation(STALE)
+def classes_are_reached_by_attributes_functions_and_by_their_relatives(loop: Loop) -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(Measure, "scale", 3.0),
+        lambda: Measure.table.update(shift=2.0),
+        lambda: setattr(Fast, "rate", 3.0),
+        lambda: setattr(OfClasses, "rate", 0.25),
+        lambda: setattr(OfClasses, "rate", 0.5),
+        lambda: setattr(Fast, "rate", 4.0),
+    ]
+    model = loop.model(OfClasses())
+    for change in changes:
+        y = model(torch.randn(3, 6))
+        y.square().sum().backward()
+        loop.see(y=y)
+        change()
+    loop.see_gradients(model)
+    Measure.scale, Fast.rate, OfClasses.rate, Measure.table["shift"] = 2.0, 2.0, 1.0, 1.0
