@@ -135,7 +135,7 @@ class OfAnyBatch(Net):
         return Fields(loss=loss, pair=Pair([h, 3]), held=UserDict(batch=batch), counts=Counter("aab"))
 
 
-@situation("https://github.com/huggingface/transformers/issues/23474")
+@situation("https://github.com/huggingface/transformers/issues/23474", like="arguments_are_sets")
 def batches_are_of_classes_of_their_own(loop: Loop) -> None:
     """Dicts, lists and objects of other classes than Python's, and a tokenizer's; forward returns such ones, too. One graph."""
     for kind in (Fields, OrderedDict, UserDict, ChainMap, SimpleNamespace, Batch, BatchEncoding, Pair, OfSlots):

@@ -78,7 +78,7 @@ def _train(loop: Loop, computes: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
         model.options.scale -= 0.25
 
 
-@situation(STALE)
+@situation(STALE, like="tensors_are_copied")
 def settings_are_copied_and_change(loop: Loop) -> None:
     _train(loop, _of_settings)
 

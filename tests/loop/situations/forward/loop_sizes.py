@@ -68,7 +68,7 @@ def an_empty_batch(loop: Loop) -> None:
     _calls(loop, lambda h: h.sum() if h.size(0) == 0 else h * 2, (3, 5), (0, 5), (1, 5))
 
 
-@situation(SPECIALIZED, slow=(2,))
+@situation(SPECIALIZED, like="tables_are_kept_by_sizes_in_tuples")
 def scales_are_looked_up_by_length(loop: Loop) -> None:
     scales = {1: 2.0, 4: 0.5}
     _calls(loop, lambda h: h * scales.get(h.shape[1], 1.0), (3, 4), (3, 1), (3, 5))

@@ -122,7 +122,7 @@ def what_is_sampled_is_sure(loop: Loop) -> None:
     run(loop, of, rows=(5,))
 
 
-@situation(SAMPLED, ranks=(1,))
+@situation(SAMPLED, ranks=(1,), like="what_is_sampled_is_sure")
 def classes_are_sampled_by_their_weights(loop: Loop) -> None:
     model = loop.model(Net(lambda h, weights: torch.cat([weights.multinomial(2), weights.multinomial(3, True)], 1)))
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4])

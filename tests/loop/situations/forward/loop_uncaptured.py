@@ -156,7 +156,7 @@ class Balanced(nn.Module):
         return (y * 2 if y.sum() > 0 else y) - self.seen
 
 
-@situation(BY_DATA)
+@situation(BY_DATA, like="parameters_are_filled_by_the_first_batch")
 def a_module_that_decides_keeps_statistics(loop: Loop) -> None:
     for replaces in (False, True):
         with warnings.catch_warnings():

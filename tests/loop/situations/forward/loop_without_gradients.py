@@ -71,7 +71,10 @@ def cycles_without_gradients_before_one_with_them(loop: Loop) -> None:
         optimizer.step()
 
 
-@situation("https://discuss.pytorch.org/t/with-torch-no-grad-changes-requires-grad-status/43811")
+@situation(
+    "https://discuss.pytorch.org/t/with-torch-no-grad-changes-requires-grad-status/43811",
+    like="cycles_without_gradients_before_one_with_them",
+)
 def a_statistic_without_gradients_of_what_is_differentiated(loop: Loop) -> None:
     for function in ("dropout", "contiguous", "flatten", "real"):
         model = loop.model(Twice(function))

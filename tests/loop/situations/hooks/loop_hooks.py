@@ -232,7 +232,7 @@ def backward_hooks_change_gradients(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/25723")
+@situation("https://github.com/pytorch/pytorch/issues/25723", like="gradients_of_recorded_features")
 def hooks_on_all_modules(loop: Loop) -> None:
     norms: list[tuple[str, float]] = []
     model = loop.model(Net())

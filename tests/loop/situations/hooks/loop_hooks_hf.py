@@ -109,7 +109,9 @@ def neftune_is_active_before(loop: Loop) -> None:
     train(loop, model)
 
 
-@situation("https://github.com/huggingface/transformers/issues/33698", rtol=FP32, slow=(2,))
+@situation(
+    "https://github.com/huggingface/transformers/issues/33698", rtol=FP32, like="input_gradients_are_required_after"
+)
 def hidden_states_are_asked_for_before_and_after(loop: Loop) -> None:
     """transformers collects them with hooks, which stay on the layers."""
     model, batch = llama(), ids()

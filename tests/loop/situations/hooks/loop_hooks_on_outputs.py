@@ -51,7 +51,7 @@ class Parts(nn.Module):
         return torch.tanh(self.first(x)), torch.tanh(self.second(y))
 
 
-@situation(RETAINED)
+@situation(RETAINED, like="gradients_with_respect_to_an_output")
 def gradients_of_outputs_are_retained(loop: Loop) -> None:
     model = loop.model(WithLoss())
     for more in (0.0, 1.0):

@@ -153,7 +153,7 @@ class WithLoss(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-@situation("https://github.com/microsoft/LoRA/issues/9")
+@situation("https://github.com/microsoft/LoRA/issues/9", like="adapters_are_switched_and_scaled")
 def adapters_are_merged_by_eval_and_taken_out_by_train(loop: Loop) -> None:
     """Also where evaluation is not under `no_grad`: its loss comes of frozen weights, and needs no gradient."""
     model = loop.model(WithLoss(Merging(6, 8), nn.Tanh(), Merging(8, 6)))

@@ -81,7 +81,7 @@ def a_penalty_holds_parameters_of_before(loop: Loop) -> None:
     train(loop, loop.model(plain))
 
 
-@situation(EWC)
+@situation(EWC, like="a_state_in_an_object_is_passed_on")
 def a_model_is_held_to_what_it_was(loop: Loop) -> None:
     """On several ranks what is computed of parameters is sharded."""
 
@@ -100,7 +100,7 @@ def a_model_is_held_to_what_it_was(loop: Loop) -> None:
     train(loop, model)
 
 
-@situation(HIDDEN)
+@situation(HIDDEN, like="norms_that_are_not_registered_and_rings")
 def trained_tensors_and_modules_that_are_not_registered(loop: Loop) -> None:
     scale, hidden = torch.randn(8, requires_grad=True), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     model = loop.model(Net(lambda m, h: m.held[0](h) * scale))
@@ -134,7 +134,7 @@ def data_parallel_ranks_do_not_reduce_what_is_not_registered(loop: Loop) -> None
     _refused_and_registered(loop, trained=True)
 
 
-@situation(RATES)
+@situation(RATES, like="a_penalty_finds_parameters_in_containers")
 def forward_reads_the_rate_of_its_optimizer(loop: Loop) -> None:
     model = loop.model(Net(lambda m, h: h * m.held[0].param_groups[0]["lr"] + m.held[1].get_last_lr()[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

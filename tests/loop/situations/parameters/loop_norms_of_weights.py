@@ -90,7 +90,7 @@ class Codebook(nn.Module):
         return self.outer(z + (q - z).detach()).square().mean() + 0.25 * commitment
 
 
-@situation(CODES, slow=("fsdp",), data=("fsdp",))
+@situation(CODES, data=("fsdp",), like="codes_are_a_frozen_parameter")
 def a_codebook_follows_its_values(loop: Loop) -> None:
     train(loop, Codebook())
 

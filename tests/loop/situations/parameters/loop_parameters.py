@@ -222,7 +222,7 @@ def parameters_become_a_vector_and_back(loop: Loop) -> None:
         loop.see(loss=model(torch.ones(2, 8)))
 
 
-@situation(SLICES)
+@situation(SLICES, like="elastic_weights_stay_near_those_of_an_earlier_task")
 def slices_of_weights_are_written(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)
@@ -269,7 +269,7 @@ def weights_are_pruned_by_size(loop: Loop) -> None:
 # -- random numbers
 
 
-@situation(NOISE)
+@situation(NOISE, like="elastic_weights_stay_near_those_of_an_earlier_task")
 def weights_are_initialised_after_they_are_cut(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)
@@ -300,7 +300,7 @@ def weights_are_initialised_after_they_are_cut(loop: Loop) -> None:
         loop.see_state(model)
 
 
-@situation(NOISE)
+@situation(NOISE, like="elastic_weights_stay_near_those_of_an_earlier_task")
 def noise_is_added_to_weights(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)

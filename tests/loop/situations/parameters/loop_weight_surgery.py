@@ -105,7 +105,7 @@ def adapted(loop: Loop, hidden: int) -> nn.Module:
     return loop.model(model, example_inputs=(torch.randn(3, 8),))
 
 
-@situation(MERGE)
+@situation(MERGE, like="adapters_are_merged_and_unloaded")
 def adapters_are_merged(loop: Loop) -> None:
     for hidden in BOTH:
         model = adapted(loop, hidden)

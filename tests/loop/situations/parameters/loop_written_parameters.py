@@ -123,7 +123,7 @@ class ByPointer(Contrast):
         return F.cross_entropy(scores / 0.2, torch.zeros(len(a), dtype=torch.long))
 
 
-@situation(MOCO)
+@situation(MOCO, like="losses_of_clusters_are_written_one_after_another")
 def a_queue_is_written_at_a_pointer(loop: Loop) -> None:
     """Also with gc.freeze(), after which the garbage collector does not know the code whose numbers are traced."""
     gc.freeze()
@@ -192,7 +192,11 @@ def weights_that_are_not_finite_are_mended_before_they_are_used(loop: Loop) -> N
     loop.see_state(model)
 
 
-@situation("https://github.com/facebookresearch/dino/issues/37", data=("ddp", "fsdp"))
+@situation(
+    "https://github.com/facebookresearch/dino/issues/37",
+    data=("ddp", "fsdp"),
+    like="a_scale_is_clamped_before_it_is_used",
+)
 def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
     """The last layer's prototypes; parts of a weight; twice; in training alone; by nn.init."""
     _train_clip(
@@ -202,7 +206,10 @@ def weights_are_normalised_before_they_are_used(loop: Loop) -> None:
     _train_clip(loop, lambda m: (m.a.weight.data[:, 2].fill_(0.1), nn.init.constant_(m.b.bias, 0.2)))
 
 
-@situation("https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html")
+@situation(
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
+    like="a_scale_is_clamped_before_it_is_used",
+)
 def rows_of_an_embedding_are_bounded_by_max_norm(loop: Loop) -> None:
     torch.manual_seed(0)
     bounded = nn.Embedding(11, 6, max_norm=0.5)

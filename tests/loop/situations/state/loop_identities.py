@@ -166,7 +166,7 @@ def _train(loop: Loop, model: nn.Module) -> Any:
     return model
 
 
-@situation(SHIFTED)
+@situation(SHIFTED, like="one_graph_serves_labels_that_are_the_input")
 def labels_are_the_input_itself(loop: Loop) -> None:
     _train(loop, Shifting())
 

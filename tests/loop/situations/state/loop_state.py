@@ -79,7 +79,7 @@ def _step(loop: Loop, model: nn.Module, x: torch.Tensor) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774")
+@situation("https://github.com/pytorch/pytorch/issues/115774", like="layers_are_replaced")
 def attributes_are_changed_between_calls(loop: Loop) -> None:
     model, x = loop.model(Net()), torch.randn(4, 8)
     first: Any = model.blocks[0]
@@ -98,7 +98,7 @@ def attributes_are_changed_between_calls(loop: Loop) -> None:
         _step(loop, model, x)
 
 
-@situation("https://github.com/huggingface/trl/issues/639", slow=(2,))
+@situation("https://github.com/huggingface/trl/issues/639", like="layers_are_replaced")
 def containers_and_late_attributes_are_changed(loop: Loop) -> None:
     model, x = loop.model(Net()), torch.randn(4, 8)
     first: Any = model.blocks[0]
@@ -118,7 +118,7 @@ def containers_and_late_attributes_are_changed(loop: Loop) -> None:
         _step(loop, model, x)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774", slow=(2,))
+@situation("https://github.com/pytorch/pytorch/issues/115774", like="layers_are_replaced")
 def globals_classes_and_methods_are_changed(loop: Loop) -> None:
     global TEMPERATURE
     model, x = loop.model(Net()), torch.randn(4, 8)
@@ -286,7 +286,10 @@ def a_state_is_passed_on_to_the_next_call(loop: Loop) -> None:
             model.state = None
 
 
-@situation("https://pytorch.org/tutorials/intermediate/seq2seq_translation_tutorial.html", slow=(2,))
+@situation(
+    "https://pytorch.org/tutorials/intermediate/seq2seq_translation_tutorial.html",
+    like="a_state_in_an_object_is_passed_on",
+)
 def gradients_flow_through_a_state(loop: Loop) -> None:
     model = loop.model(Memory(detached=False))
     for _ in range(2):

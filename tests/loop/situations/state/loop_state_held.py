@@ -90,7 +90,7 @@ def weak_references_and_the_one_instance_of_a_class_are_read(loop: Loop) -> None
     loop.see_gradients(model)
 
 
-@situation(THREAD, ranks=(1,))
+@situation(THREAD, ranks=(1,), like="arrays_that_forward_changes_are_named")
 def views_of_dicts_user_dicts_and_buffers_are_changed(loop: Loop) -> None:
     options = {"gain": 1.0}
 

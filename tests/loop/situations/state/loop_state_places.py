@@ -86,7 +86,7 @@ class Settings:
         self.values[name] = value
 
 
-@situation(READS, ranks=(1,))
+@situation(READS, ranks=(1,), like="attributes_come_from_an_object_behind")
 def settings_partials_and_dicts_of_attributes_are_changed(loop: Loop) -> None:
     class Model(Mlp):
         def __init__(self) -> None:
@@ -113,7 +113,7 @@ def settings_partials_and_dicts_of_attributes_are_changed(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation(READS, ranks=(1,))
+@situation(READS, ranks=(1,), like="functions_closures_and_globals_count")
 def the_slope_of_an_activation_is_changed(loop: Loop) -> None:
     model = loop.model(nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.1), nn.Linear(16, 8)))
     for slope in (0.1, 0.5, 0.7):
@@ -136,7 +136,7 @@ class Counted(Mlp):
         return super().forward(x + self.tables[length]) / type(self).calls
 
 
-@situation(WRITES)
+@situation(WRITES, like="tables_are_kept_by_sizes_in_tuples")
 def classes_count_keep_tables_and_lists(loop: Loop) -> None:
     Counted.calls = 0
     Counted.tables.clear()
@@ -477,7 +477,7 @@ class Bounded(Mlp):
         return super().forward(x).tanh()
 
 
-@situation(READS)
+@situation(READS, like="layers_are_replaced")
 def the_class_of_a_submodule_is_changed(loop: Loop) -> None:
     model = loop.model(nn.Sequential(nn.Linear(8, 8), Mlp()))
     for cls in (Mlp, Bounded, Mlp):
@@ -504,7 +504,7 @@ class Net(nn.Module):
 """
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774")
+@situation("https://github.com/pytorch/pytorch/issues/115774", like="functions_closures_and_globals_count")
 def code_of_a_prompt_reads_globals(loop: Loop) -> None:
     """What is typed at Python's prompt, in IPython or in a notebook, or given to `exec`, is in no file."""
     for file in ("<stdin>", "<string>", "<ipython-input-3-0123456789ab>"):

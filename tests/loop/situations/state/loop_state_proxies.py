@@ -79,7 +79,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.sizes.gain * self.sizes.inner.gain + (self.more.bias or 0.0)
 
 
-@situation(ATTRIBUTES)
+@situation(ATTRIBUTES, like="a_container_of_another_kind_takes_the_place")
 def items_of_dicts_are_attributes(loop: Loop) -> None:
     sizes, more = ByKey(gain=1.0, inner=ByKey(gain=1.0)), OrNone()
     model, x = loop.model(Scaled(sizes, more)), torch.randn(3, 6)

@@ -158,7 +158,11 @@ def a_hook_records_where_each_rank_has_its_own_batch(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/Lightning-AI/pytorch-lightning/discussions/6501", slow=(2, "fsdp"), data=("ddp", "fsdp"))
+@situation(
+    "https://github.com/Lightning-AI/pytorch-lightning/discussions/6501",
+    data=("ddp", "fsdp"),
+    like="tensors_are_converted_by_float_int_and_bool",
+)
 def numbers_of_the_whole_batch_for_the_log(loop: Loop) -> None:
     """Whether any row, or all rows, are so, how many there are, and what Python makes of such numbers."""
 

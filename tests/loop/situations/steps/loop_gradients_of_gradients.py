@@ -265,7 +265,7 @@ def weights_are_adapted_by_differentiable_steps(loop: Loop) -> None:
         loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/96655")
+@situation("https://github.com/pytorch/pytorch/issues/96655", like="weights_are_adapted_by_differentiable_steps")
 def a_weight_is_replaced_before_backward(loop: Loop) -> None:
     """Of a loss and of logits, whose gradient is computed by one call more: of the weight that the call had."""
     model = loop.model(Tied())

@@ -119,7 +119,7 @@ def all_labels_are_ignored(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/trl/issues/2175")
+@situation("https://github.com/huggingface/trl/issues/2175", like="logits_with_a_soft_cap")
 def tokens_are_weighted_by_advantages_and_clipped_ratios(loop: Loop) -> None:
     """PPO's objective: log-probabilities before and after a step."""
     model, ids = loop.model(Language()), tokens()

@@ -154,7 +154,7 @@ def outputs_beside_a_loss_are_read_without_gradients(loop: Loop) -> None:
     loop.see(loss=out.loss, logits=out.logits)
 
 
-@situation(KL)
+@situation(KL, like="terms_are_accumulated_over_micro_batches")
 def a_gradient_with_respect_to_parameters_is_asked_for(loop: Loop) -> None:
     model = loop.model(LM())
     out = model(**batch())

@@ -217,7 +217,9 @@ def evaluation_between_micro_batches(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/microsoft/DeepSpeed/issues/2637", slow=(2, "ddp"), data=("ddp",))
+@situation(
+    "https://github.com/microsoft/DeepSpeed/issues/2637", data=("ddp",), like="a_batch_is_cut_to_its_longest_sequence"
+)
 def sequences_grow_and_shrink(loop: Loop) -> None:
     model = loop.model(Language())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -78,7 +78,7 @@ def rows_and_columns_of_an_input_are_replaced(loop: Loop) -> None:
     train(loop, Net(write), lambda: rows()[:, ::1], lambda: torch.randn(6, 4).t())
 
 
-@situation(IDS)
+@situation(IDS, like="one_graph_serves_labels_that_are_the_input")
 def tokens_and_a_mask_are_written(loop: Loop) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
