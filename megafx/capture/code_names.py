@@ -138,3 +138,15 @@ def attributes_of(owner: Any) -> Any:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
+
+
+_METHODS = "call get getattr getitem setitem contains iter next len bool enter exit mul rmul add radd sub truediv set"
+_PROTOCOL = frozenset(f"__{name}__" for name in _METHODS.split())
+
+
+def run_by_python(bases: Iterable[type]) -> Iterator[Any]:
+    """Methods and descriptors of classes that Python runs where no code names them, past `__getattribute__`."""
+    for base in bases:
+        for name, held in [*vars(base).items()]:
+            if name in _PROTOCOL or (hasattr(type(held), "__get__") and not isinstance(held, types.FunctionType)):
+                yield held

@@ -38,6 +38,7 @@ from megafx.capture.code_names import (
     is_looked_at,
     names_at_classes,
     names_layerdrop,
+    run_by_python,
 )
 from megafx.capture.memos import MEMO, Memos, memo_of
 from megafx.capture.messages import Warned, not_repeatable, sets_a_slot
@@ -87,8 +88,6 @@ IGNORED = frozenset(
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
 # Methods that code calls without naming them.
 _OF_CLASSES = ("__new__", "__init__", "__call__", "__class_getitem__", "forward", "backward", "setup_context")
-_METHODS = "call getattr getitem setitem contains iter next len bool enter exit mul rmul add radd sub truediv"
-_PROTOCOL = frozenset(f"__{name}__" for name in _METHODS.split())
 
 
 class Reads:
@@ -273,6 +272,7 @@ class Reads:
             # a method or property: it reads by itself; somebody may replace it, in the class or for this object
             if cls.__module__.partition(".")[0] not in LIBRARIES:
                 self.places.setdefault((id(cls), name), Place(cls, name, f"{cls.__name__}.{name}"))
+                self._note_of_class(type(owner), name, line or line_of(sys._getframe(2)))
             elif name != "forward":
                 return
             place = Place(attributes, name, where)
@@ -383,10 +383,11 @@ class Reads:
             else:
                 self._follow(type(value))
                 self.met(value, place.name)
-                for base in type(value).__mro__:
-                    if not _of_library(base):  # Python finds these past __getattribute__
-                        for name in _PROTOCOL & vars(base).keys():
-                            self.look_through(vars(base)[name], type(value))
+                for held in run_by_python([base for base in type(value).__mro__ if not _of_library(base)]):
+                    if isinstance(held, types.FunctionType):
+                        self.look_through(held, type(value))
+                    elif not _of_library(type(held)):
+                        self._reach(held, place)
 
     def _know(self, value: Any, name: str) -> None:
         self.names[id(value)] = name
@@ -493,15 +494,14 @@ class Reads:
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not is_looked_at(code.co_filename):
             return
-        package = str(function.__module__).partition(".")[0]
-        foreign = "site-packages" in code.co_filename and package not in self._packages
+        known = str(function.__module__).partition(".")[0] in self._packages or "site-packages" not in code.co_filename
         # of the `__new__` of a named tuple the globals are its own
-        if foreign or (id(function), cls) in self._code_seen or not function.__globals__.get("__builtins__", True):
+        if not known or (id(function), cls) in self._code_seen or not function.__globals__.get("__builtins__", True):
             return
         known = id(function) in self._code_seen  # in another class, whose attributes are others
         self._code_seen.update([id(function), (id(function), cls)])
-        for kind, name, line in names_at_classes(function, cls, (type(m) for m in self.model.modules())):
-            self._note_of_class(kind, name, line)
+        for of, name, line in names_at_classes(function, cls, (type(m) for m in self.model.modules())):
+            self._note_of_class(of, name, line)
         if known:
             return
         self.alive.append(function)
@@ -554,7 +554,7 @@ class Reads:
             if isinstance(name, str) and name.isidentifier():
                 self._note_name(self._variable(names, name, f"{where}.{name}", line), [])
 
-    def _note_of_class(self, cls: Any, name: str, line: SourceLine) -> None:
+    def _note_of_class(self, cls: Any, name: str, line: SourceLine | None) -> None:
         """name: of an attribute, in code of this class's methods. `type(self).calls` is seen by no `__getattribute__`."""
         bases = [base for base in cls.__mro__ if not _of_library(base)]
         owner = next((i for i, base in enumerate(bases) if name in vars(base)), None)
@@ -566,6 +566,8 @@ class Reads:
             self._find_memo(found, Place(bases[owner], name, f"{bases[owner].__name__}.{name}", line))
         elif callable(method):
             self.look_through(method, cls)
+        elif hasattr(type(found), "__get__") and not _of_library(type(found)):
+            self._reach(found, Place(bases[owner], name, f"{bases[owner].__name__}.{name}", line))
         elif isinstance(found, PLAIN) or parts_of(found) is not None or self._is_object(found):
             for base in bases[: owner + 1]:
                 place = self._variable(own := self._own(base), name, f"{base.__name__}.{name}", line)

@@ -217,7 +217,7 @@ class _Cumprod(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # one result, one gradient
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x, y), dim = ctx.saved_tensors, ctx.dim
         grad = grad.to(x.dtype)
         zero = x == 0

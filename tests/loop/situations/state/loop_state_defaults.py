@@ -134,3 +134,54 @@ def classes_are_reached_by_attributes_functions_and_by_their_relatives(loop: Loo
         change()
     loop.see_gradients(model)
     Measure.scale, Fast.rate, OfClasses.rate, Measure.table["shift"] = 2.0, 2.0, 1.0, 1.0
+
+
+class Gained:
+    """A descriptor that has a gain of its own, and one of its class."""
+
+    common = 1.0
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else owner.__dict__["value"] * self.gain * Gained.common
+
+
+class Holder:
+    factor = Gained(2.0)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class OfDescriptors(nn.Module):
+    factor = Gained(3.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.value, self.holder = nn.Linear(6, 6), 1.0, Holder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor + self.holder.factor
+
+
+@situation(STALE)
+def descriptors_compute_what_forward_reads(loop: Loop) -> None:
+    model = loop.model(OfDescriptors())
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(Gained, "common", 2.0),
+        lambda: setattr(Holder.__dict__["factor"], "gain", 5.0),
+        lambda: setattr(OfDescriptors.__dict__["factor"], "gain", 4.0),
+        lambda: setattr(model, "value", 0.5),
+        lambda: setattr(model, "value", 0.25),
+        lambda: setattr(Gained, "common", 0.5),
+        lambda: setattr(model.holder, "value", 3.0),
+    ]
+    for change in changes:
+        y = model(torch.randn(3, 6))
+        y.square().sum().backward()
+        loop.see(y=y)
+        change()
+    loop.see_gradients(model)
+    Gained.common, Holder.__dict__["factor"].gain, OfDescriptors.__dict__["factor"].gain = 1.0, 2.0, 3.0
