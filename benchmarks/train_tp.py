@@ -10,7 +10,7 @@
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
 activation_memory_budget of 0.5; `-fp8`, `-fp8-rowwise`: products of all layers in FP8, the head's not; `-head`: the head's
-too; `-store`: inputs of activations are kept in e4m3; several, as in
+too; `-store`: inputs of activations are kept in e4m3; `-seed1`: other initial weights; several, as in
 `sp-plain-compile`. `dtensor`, `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and
 loss_parallel, eager, with layers compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where
 that is installed. `hf-tp`: transformers' own plan (llama).
@@ -170,8 +170,8 @@ def places_of(s: Shape, device: torch.device) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()]).bfloat16()
 
 
-def plain(s: Shape, device: torch.device) -> Model:
-    torch.manual_seed(0)
+def plain(s: Shape, device: torch.device, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
     with torch.device(device):
         return Model(s).bfloat16()
 
@@ -199,7 +199,8 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
     )
     places = places_of(s, device)
     ids = torch.zeros(batch, s.seq, dtype=torch.long, device=device)
-    model = megafx.parallelize(WithLoss(plain(s, device)), config, example_inputs=(ids, places))
+    seed = next((int(f[4:]) for f in flags if f.startswith("seed")), 0)
+    model = megafx.parallelize(WithLoss(plain(s, device, seed)), config, example_inputs=(ids, places))
 
     def step(ids: Tensor) -> Tensor:
         loss = model(ids, places)
@@ -504,7 +505,7 @@ def clocks() -> str:
 
 
 def row(run: Run, ranks: int) -> dict[str, Any]:
-    share = ranks if run.mode == "ideal" else 1
+    share = ranks if run.mode.startswith("ideal") else 1
     times = [t / share for t in run.times]
     middle = statistics.median(times) if times else float("nan")
     spread = (max(times) - min(times)) / middle * 100 if times else 0.0
@@ -526,7 +527,8 @@ def noise_of(mode: str) -> float:
 
 def comparable(mode: str, s: Shape) -> bool:
     """Whether it starts from the weights that megafx starts from, and draws the same dropout."""
-    return maker(mode) is with_megafx or (maker(mode) is with_dtensor and not s.dropout)
+    same = maker(mode) is with_megafx and "seed" not in mode
+    return same or (maker(mode) is with_dtensor and not s.dropout)
 
 
 def apart(rows: list[dict[str, Any]], s: Shape) -> None:
@@ -535,6 +537,28 @@ def apart(rows: list[dict[str, Any]], s: Shape) -> None:
     for r in rows:
         pairs = zip(r["losses"], wanted, strict=True) if comparable(r["mode"], s) else ()
         r["apart"] = max((abs(a - b) / abs(b) for a, b in pairs), default=None)
+
+
+def compared(rows: list[dict[str, Any]]) -> str:
+    """How far losses of all ranks are from those of one (`ideal`), in bf16 and FP8; those of FP8 beside several seeds."""
+    losses = {r["mode"]: r["losses"] for r in rows}
+    far = lambda a, b: max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+    lines = [
+        f"{mode}: {far(found, losses[one]):.1e} from {one} at most, {far(found[-10:], losses[one][-10:]):.1e} in the last ten"
+        for mode, found in losses.items()
+        if mode.startswith("sp") and (one := mode.replace("sp", "ideal", 1)) in losses
+    ]
+    seeds = [found for mode, found in losses.items() if re.fullmatch(r"sp(-seed\d+)?", mode)]
+    if len(seeds) > 1:
+        spread = [max(each) - min(each) for each in zip(*seeds, strict=True)]
+        for mode in (mode for mode in losses if mode.startswith("sp-fp8")):
+            gaps = [a - b for a, b in zip(losses[mode], losses["sp"], strict=True)]
+            inside = sum(abs(gap) <= width for gap, width in zip(gaps, spread, strict=True))
+            lines.append(
+                f"{mode}: within the spread of {len(seeds)} seeds of bf16 in {inside} of {len(gaps)} steps; mean of the last "
+                f"ten {sum(gaps[-10:]) / 10:+.4f} from bf16, spread {sum(spread[-10:]) / 10:.4f}"
+            )
+    return "\n".join(lines)
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> str:
@@ -629,6 +653,7 @@ def main() -> None:
         wrong += [
             r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > noise_of(r["mode"])
         ]
+        say(compared(rows))
         for run, r in zip(runs, rows, strict=True):
             if args.profile and device.type == "cuda" and not run.error:
                 r["profile"] = exposed(run.step, ids)

@@ -106,7 +106,8 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
         hashes = of_all_ranks(torch.tensor([own]), axis)[:, 0].tolist()
         a = next((a for a, one in enumerate(hashes) if one >= 0 and one in hashes[:a]), None)
         if problem is None and a is not None:
-            found = f"step {step}: replicas {hashes.index(hashes[a])} and {a} of dim '{name}' of the mesh got the same batch"
+            same = hashes.index(hashes[a])
+            found = f"step {step}: replicas {same} and {a} of dim '{name}' of the mesh got the same batch"
             problem = AgreementError(found, fix=_FIX)
     if problem is not None:
         raise problem

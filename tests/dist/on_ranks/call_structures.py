@@ -12,6 +12,7 @@ from structures import IDS, LABELS, RIGHT, STRUCTURES, llama
 from torch import Tensor, nn
 
 import megafx
+from megafx.distributed.tensor import local_of
 
 TRAIN = {"input_ids": IDS, "labels": LABELS, "attention_mask": RIGHT}
 
@@ -188,7 +189,7 @@ def a_module_left_eager_that_rounds_by_rank() -> str:
         x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         loss = model(x).square().mean()
         loss.backward()
-        own = [loss.detach(), model[1].scale.grad]
+        own = [loss.detach(), local_of(model[1].scale.grad)]
         first = [value.clone() for value in own]
         for value in first:
             dist.broadcast(value, 0)
