@@ -382,7 +382,7 @@ class _Run:
         if len(at) == self.ranks:
             return self.group
         of_all = dist.get_process_group_ranks(self.group)
-        return dist.new_group([of_all[k] for k in at], use_local_synchronization=True)
+        return agreement.group_of([of_all[k] for k in at])
 
     def step(self, args: Any, kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None) -> torch.Tensor:
         if self.runtime.state.held.now:

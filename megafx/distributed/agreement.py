@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from megafx.debugging import current
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import AgreementError, LostRankError, MegafxError, NumericError
+from megafx.meanwhile import meanwhile
 from megafx.versions import version_of
 
 OTHER_BATCHES = (
@@ -53,6 +55,21 @@ def first_rank(holds: bool, group: dist.ProcessGroup | None) -> int | None:
     with stopping_with_others("a comparison of all ranks"):
         dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
     return None if int(first) == ranks else int(first)
+
+
+_groups_of: Counter[tuple[int, ...]] = Counter()  # by their ranks: how many groups this process has made
+
+
+def group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A new group of these ranks (of the world), which they alone call for. options: of `dist.new_group`.
+
+    torch names such a group by how many groups a rank knows: ranks that are in different numbers of them would wait for one
+    another in vain. Here it is named by how many groups these very ranks have made.
+    """
+    _groups_of[tuple(ranks)] += 1
+    name = f"megafx {' '.join(map(str, ranks))}: {_groups_of[tuple(ranks)]}"
+    with meanwhile(dist.distributed_c10d, _process_group_name=lambda ranks, use_hashed_name: name):
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, first_rank
+from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, first_rank, group_of
 from megafx.distributed.failures import timeout_of
 from megafx.errors import AgreementError
 
@@ -234,8 +234,7 @@ class _Messages(Board):
 
     def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), waits)
-        ranks = dist.get_process_group_ranks(group)
-        self.side = dist.new_group(ranks, backend="gloo", timeout=timeout_of(group), use_local_synchronization=True)
+        self.side = group_of(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout_of(group))
         self.under_way: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 
     def exchange(self, entry: Entry) -> Difference | None:
