@@ -71,6 +71,7 @@ def parallelize(
 
 
 @stage("plan")
+@uncollected()
 def plan(
     model: nn.Module,
     config: Config | None = None,
@@ -163,6 +164,7 @@ def rehearse(
 
 
 @stage("search")
+@uncollected()
 def search(
     model: nn.Module,
     gpus: int,
