@@ -305,7 +305,7 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         return _LSTSQ if "lstsq" in message else _SELECT
     if "DataDependentOutput" in name or message.startswith(".numpy() is not supported"):
         return _ITEM
-    if "generator" in code and "concrete integers" in message:
+    if "torch._C.Generator" in message or ("generator" in code and "concrete integers" in message):
         return GENERATOR
     if "Constraints violated" in message:
         return (
