@@ -6,10 +6,10 @@ python -m tests --slow     what CI leaves out (`make test-slow`): more ranks, op
                            (most random plans and cells, the Hugging Face Trainer on ranks, killed runs)
 python -m tests --all      both
 
-The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 39 and 52 on 2026-11-28, and 44 on 2026-11-29; by
-the CPU time of what has been left out since, it takes about 30. A quarter is tests/loop, a seventh gloo ranks. What is left
-out has a relative that is not: `like` of a situation, ONE_IN (conftest.py), `slow` of a check on ranks. Tests marked gpu or
-dist need a CUDA device, or start processes; they skip where they cannot run.
+The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 52 on 2026-11-28 and 30 on 2026-11-29, before its
+set-up, the starts of ranks and more cases were cut by 270 s of a core. A quarter is tests/loop, a seventh gloo ranks. What is
+left out has a relative that is not: `like` of a situation, ONE_IN (conftest.py), `slow` of a check on ranks. Tests marked gpu
+or dist need a CUDA device, or start processes; they skip where they cannot run.
 `make test-models` computes the whole table of models.
 """
 

@@ -97,9 +97,8 @@ class QuickFakeTensorMode(FakeTensorMode):
             kwargs = kwargs or {}
             return self._quickly(func, args, kwargs, functools.partial(super().dispatch, func, types, args, kwargs))
         found: Any = super().dispatch(func, types, args, kwargs)
-        if (
-            func is aten.bincount.default and not found.is_floating_point()
-        ):  # torch 2.11 forgets that weights have a dtype
+        # torch 2.11 forgets that weights have a dtype
+        if func is aten.bincount.default and not found.is_floating_point():
             weights = args[1] if len(args) > 1 else (kwargs or {}).get("weights")
             dtype = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
             return found if weights is None else super().dispatch(aten.to.dtype, types, (found, dtype), {})

@@ -241,9 +241,8 @@ class DataShapeEnv(ShapeEnv):
 
     def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own
         held = super().guard_or_defer_runtime_assert(orig_expr, *args, **kwargs)
-        if without_size := self.deferred_runtime_asserts.pop(
-            None, None
-        ):  # torch 2.11: also those of numbers with fractions
+        # torch 2.11 has those of numbers with fractions there, too
+        if without_size := self.deferred_runtime_asserts.pop(None, None):
             for each in without_size:
                 fractions = [s for s in each.expr.free_symbols if symbol_is_type(s, SymT.UNBACKED_FLOAT)]
                 of = max(fractions, key=lambda s: (len(s.name), s.name), default=None)
