@@ -132,7 +132,7 @@ def functions_of_class(cls: type) -> Iterator[Any]:
     return (f.__func__ for f in found if isinstance(f, (classmethod, staticmethod)))
 
 
-def attributes_of(owner: Any) -> Any:
+def dict_of(owner: Any) -> Any:
     """The `__dict__` of an object, past what its class overrides; None where it has none."""
     try:
         return object.__getattribute__(owner, "__dict__")

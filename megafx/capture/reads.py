@@ -28,11 +28,11 @@ from torch import nn
 from megafx.capture.asked import Asked
 from megafx.capture.code_names import (
     OF_ENVIRON,
-    attributes_of,
     chains,
     codes,
     compares,
     computes,
+    dict_of,
     from_getattr,
     functions_of_class,
     is_looked_at,
@@ -171,8 +171,8 @@ class Reads:
 
     def repeat(self, owner: Any, other: Any, name: str, value: Any) -> None:
         """Note that `other` has been read from, as `owner` was."""
-        attributes = attributes_of(other)
-        line = self.places[key].line if (key := (id(attributes_of(owner)), name)) in self.places else None
+        attributes = dict_of(other)
+        line = self.places[key].line if (key := (id(dict_of(owner)), name)) in self.places else None
         if isinstance(value, types.MethodType) and value.__self__ is owner:
             value = types.MethodType(value.__func__, other)
         self._note(other, name, attributes.get(name, value), line)
@@ -233,7 +233,7 @@ class Reads:
                     fix="pass it to the module as an argument",
                 )
             if self.on and id(owner) in self.names:
-                attributes = attributes_of(owner)
+                attributes = dict_of(owner)
                 if isinstance(getattr(type(owner), name, None), types.MemberDescriptorType) and not in_eager_code():
                     raise sets_a_slot(owner, self.names[id(owner)], name, line_of(sys._getframe(1)))
                 self.written.setdefault(
@@ -250,7 +250,7 @@ class Reads:
         known = self.names.get(id(owner))
         if known is None:
             return
-        attributes = attributes_of(owner)
+        attributes = dict_of(owner)
         key = id(owner if attributes is None else attributes), name
         if key in self.places:
             self.latest[self.places[key].name] = self.clock()
@@ -305,7 +305,7 @@ class Reads:
             each[id(owner), "__dict__"] = owner, "__dict__", None
         if (known := self.names.get(id(owner))) is None:
             return
-        attributes = attributes_of(owner)
+        attributes = dict_of(owner)
         holder = NamesOf(attributes)
         self._take((id(attributes), "__dict__"), Place(holder, "names", f"{known}.__dict__".lstrip(".")), holder.names)
         for name, value in attributes.items():
@@ -315,7 +315,7 @@ class Reads:
     def _note_behind(self, owner: Any) -> None:
         """The class's `__getattr__` computes an attribute: what it may read by `object.__getattribute__(self, "_inner")`."""
         code = getattr(getattr(type(owner), "__getattr__", None), "__code__", None)
-        attributes, named = attributes_of(owner) or {}, set() if code is None else {*code.co_consts}
+        attributes, named = dict_of(owner) or {}, set() if code is None else {*code.co_consts}
         for name in sorted(attributes.keys() & named - IGNORED):
             self._note(owner, name, attributes[name])
 

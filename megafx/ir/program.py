@@ -431,7 +431,7 @@ def compiled_graph(gm: fx.GraphModule) -> Callable[..., Any]:
 
 def recompute_val(program: Program, node: fx.Node) -> None:
     """Set `val` from the node's operands."""
-    mode: Any = program.fake_mode
+    mode: Any = program.fake_mode  # a QuickFakeTensorMode, but for programs that tests make by hand
     with mode, torch.no_grad(), enable_python_dispatcher():
         args, kwargs = fake_args(node.args), fake_args(node.kwargs)
         node.meta[VAL] = mode.run(node.target, args, kwargs) if hasattr(mode, "run") else node.target(*args, **kwargs)

@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -186,7 +187,7 @@ def _dispatch(target: Any, args: Any, kwargs: Any) -> Any:
     if target is aten.cumprod.default and args[0].requires_grad and args[0].dim() and not args[0].is_complex():
         return _Cumprod.apply(*args, kwargs.get("dtype"))
     if target is aten.affine_grid_generator.default:
-        return _affine_grid(*args, **kwargs)
+        return decompositions.affine_grid_generator(*args, **kwargs)
     found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
     return target(*args, **kwargs) if found is None else found
 
@@ -228,20 +229,6 @@ class _Cumprod(torch.autograd.Function):
         others = torch.cumprod(torch.where(first, 1, x), dim)  # without that zero
         of_first = torch.where(after, grad * others, 0).sum(dim, keepdim=True)
         return torch.where(before, following / x, torch.where(first, of_first, 0)).to(x.dtype), None, None
-
-
-def _affine_grid(theta: torch.Tensor, size: Sequence[Any], align_corners: bool) -> torch.Tensor:
-    """theta [n, d, d + 1], size [n, c, *whole] -> [n, *whole, d], by the ops of torch's own code, whose gradient takes numbers
-    for sizes alone."""
-    whole = size[2:]
-    points = torch.ones((*whole, 1), dtype=theta.dtype, device=theta.device)
-    for dim, n in enumerate(whole):  # the last one comes first
-        line = torch.linspace(-1, 1, n, dtype=theta.dtype, device=theta.device) if n > 1 else theta.new_zeros(1)
-        line = line if align_corners or n <= 1 else line * (n - 1) / n
-        line = line.reshape([n if i == dim else 1 for i in range(len(whole))]).expand(*whole)
-        points = torch.cat([line.unsqueeze(-1), points], -1)
-    rows = points.reshape(1, -1, len(whole) + 1).expand(theta.shape[0], -1, -1)
-    return rows.bmm(theta.transpose(1, 2)).reshape(theta.shape[0], *whole, len(whole))
 
 
 def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
