@@ -8,8 +8,9 @@ places of query and key differ as they do in the row, so that causality and wind
 
 Of `torch.nn.attention.varlen`, aten._flash_attention_forward and aten._efficient_attention_forward. Where it does not say the
 same (keys of other lengths, a window that is not the same both ways) the op is megafx.flash_documents or efficient_documents,
-which is sharded over heads. With log-sum-exps or paged keys it stays as it is, whole on every rank. Dropout draws by position
-of the row, as in other attention (`number_dropouts`); where the op is not attention with segments, it is refused.
+which is sharded over heads; with log-sum-exps or paged keys it stays as it is, whole on every rank. So do log-sum-exps of the
+efficient op, which pads them. Elsewhere they are a result of megafx.attention_forward. Dropout draws by position of the row, as
+in other attention (`number_dropouts`); where the op is not attention with segments, it is refused.
 """
 
 from __future__ import annotations
@@ -54,17 +55,18 @@ class _Asked(NamedTuple):
 
 def packed_attention(editor: Editor, node: fx.Node) -> bool:
     reader = _READ.get(str(node.target))
-    if reader is None or any(
-        user.target is not operator.getitem or (user.args[1] and user.users) for user in node.users
-    ):
+    read = {user.args[1]: user for user in node.users if user.target is operator.getitem and user.users}
+    if reader is None or len(read) < sum(bool(user.users) for user in node.users) or not read.keys() <= {0, 1}:
         return False
     asked, operands = reader(node), node.args[:3]
+    if 1 in read and reader is _efficient:
+        return False
     if asked is None or not all(map(is_tensor, operands)):
         return False
     q, k, _ = (x.meta[VAL] for x in operands)
-    flags, emit, tokens = asked.flags(), editor.at(node), q.shape[-3]
+    flags, emit, tokens, lse = asked.flags(), editor.at(node), q.shape[-3], None
     if flags is None or not editor.same(tokens, k.shape[-3]) or (asked.bias is not None and asked.ends[0] is not None):
-        if asked.p:  # its own kernel draws bits that depend on the process
+        if asked.p or 1 in read:  # its own kernel draws bits that depend on the process
             return False
         op, *rest = asked.kept
         y = emit(op, *operands, *rest)
@@ -75,12 +77,18 @@ def packed_attention(editor: Editor, node: fx.Node) -> bool:
         scale = argument(node, "scale")
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
         options: Any = (factor, *flags, 0.0, 0, asked.p, -1, -1, [], "tp")  # no soft-cap, hidden keys are left out
-        y = emit(torch.ops.megafx.attention.default, *heads, asked.bias, None, segments, None, None, *options)
+        operands = (*heads, asked.bias, None, segments, None, None, *options)
+        if 1 in read:  # [n, t]; of rows [b, n, t]
+            both = emit(torch.ops.megafx.attention_forward.default, *operands)
+            y, lse = (emit(operator.getitem, both, i) for i in (0, 1))
+            lse = emit(aten.to.dtype, lse if q.dim() == 4 else emit(aten.select.int, lse, 0, 0), torch.float32)
+        else:
+            y = emit(torch.ops.megafx.attention.default, *operands)
         y = emit(aten.transpose.int, y, 1, 2)
         y = y if q.dim() == 4 else emit(aten.select.int, y, 0, 0)
     for user in list(node.users):
-        if user.args[1] == 0:
-            replace(user, y)
+        if user in read.values():
+            replace(user, lse if user.args[1] else y)
         else:
             editor.graph.erase_node(user)
     editor.graph.erase_node(node)

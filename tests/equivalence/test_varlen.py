@@ -39,14 +39,28 @@ def _varlen(**options: object) -> Call:
     return lambda q, k, v, ends: varlen_attn(q, k, v, ends, ends, TOKENS, TOKENS, **(GQA | options))
 
 
-def _with_statistic(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    y, lse = varlen_attn(q, k, v, ends, ends, TOKENS, TOKENS, return_aux=AuxRequest(lse=True), **CAUSAL)
-    return y * (lse.detach().t()[..., None] > 0.01)
+def _with_statistics(**options: object) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        y, lse = varlen_attn(q, k, v, ends, ends, TOKENS, TOKENS, return_aux=AuxRequest(lse=True), **(GQA | options))
+        return y * (1 + lse.detach().mul(64).round().t()[..., None])  # fp32, of which the last bits may differ
+
+    return call
+
+
+def _flash_with_statistics(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    y, lse, *_ = flash(q, k, v, ends, ends, TOKENS, TOKENS, 0.0, False, False, window_size_left=3, window_size_right=3)
+    return y * (1 + lse.detach().mul(64).round().t()[..., None])
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *more: object) -> Tensor:
     q, k, v = (x.repeat_interleave(4 // x.shape[1], 1)[None] for x in (q, k, v))
     return efficient(q, k, v, None, ends, *(more or (ends,)), TOKENS, TOKENS, 0.0, 2, True)[0][0]
+
+
+def _efficient_with_statistics(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    q, k, v = (x.repeat_interleave(4 // x.shape[1], 1)[None] for x in (q, k, v))
+    y, lse, *_ = efficient(q, k, v, None, ends, ends, TOKENS, TOKENS, 0.0, 2, True)
+    return y[0] * (1 + lse.mean().mul(64).round())
 
 
 READ: dict[str, Call] = {
@@ -58,6 +72,8 @@ READ: dict[str, Call] = {
     "a window both ways": _varlen(window_size=(2, 2)),
     "flash": lambda q, k, v, ends: flash(q, k, v, ends, ends, TOKENS, TOKENS, 0.0, True, False)[0],
     "efficient": _efficient,
+    "log-sum-exps": _with_statistics(window_size=(-1, 0)),
+    "log-sum-exps of flash": _flash_with_statistics,
 }
 KEPT: dict[str, Call] = {
     "a window that is not the same both ways": _varlen(window_size=(2, 1)),
@@ -134,8 +150,10 @@ def test_what_segments_cannot_say_is_sharded_over_heads(form: str) -> None:
     assert [n.args[0].meta["val"].shape[-2] for n in found] == [2, 2]  # of four heads on two, on 2 ranks and on 3
 
 
-def test_statistics_are_those_of_whole_heads() -> None:
-    _programs(Packed(_with_statistic).double(), a_call(), {"tp": 2}, {"cp": 2})
+@pytest.mark.parametrize("call", [_with_statistics(window_size=(2, 1)), _efficient_with_statistics])
+def test_other_statistics_are_those_of_whole_heads(call: Call) -> None:
+    torch.manual_seed(0)
+    _programs(Packed(call).double(), a_call(), {"tp": 2}, {"cp": 2})
 
 
 def _of_documents(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:

@@ -319,6 +319,7 @@ define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
     cost=ATTENTION,
+    localize=Localized(QUERY_HEADS, "S"),
     samples=[
         (_Q, _K, _V, None, None, None, None, None, *_PLAIN),
         (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, real(4), None, *_PLAIN),
