@@ -26,7 +26,7 @@ from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
 from megafx.placements.tensors import shard_tensor
-from megafx.placements.types import I, Placement, experts_held, nested
+from megafx.placements.types import I, Nested, Placement, experts_held, nested
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,14 @@ def shard_over_data(model: nn.Module, meshes: Meshes, experts: Mapping[str, int]
         assert mesh is not None
         spec = make_spec(mesh, placement, param.shape, param.dtype)
         _cut(param, spec, _cuts(placement, tensor, mesh.get_local_rank(), mesh.size()))
+
+
+def on_tensor_ranks(param: TPTensor, mesh: DeviceMesh) -> Placement:
+    """How the tensor-parallel ranks of `mesh` hold a parameter, which data-parallel ranks may have cut again."""
+    placement = placement_of(param)
+    if isinstance(placement, Nested):
+        return placement.cuts[0][0]
+    return placement if param._spec.mesh is mesh else I
 
 
 def _cuts(placement: Placement, tensor: Placement, rank: int, ranks: int) -> list[tuple[Placement, int, int]]:

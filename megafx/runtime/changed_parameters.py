@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import Slot, parameter_slots, replicate_parameters, shard_parameters
+from megafx.distributed.parameters import Slot, on_tensor_ranks, parameter_slots, replicate_parameters, shard_parameters
 from megafx.distributed.tensor import TPTensor
-from megafx.distributed.tensor_layout import placement_of
 from megafx.errors import UsageError
 from megafx.placements.types import I, Placement
 
@@ -57,13 +56,19 @@ def take_new_parameters(runtime: Any) -> None:
     before = {name: p.shape for name, p in held if p is not None}
     found = {name: p for name, slot in parameter_slots(runtime.model) if (p := slot.get()) is not None}
     if runtime.mesh is not None:
-        new = [name for name, p in found.items() if not isinstance(p, TPTensor)]
+        new = [name for name, p in found.items() if not isinstance(p, TPTensor) or _moved_expert(runtime, name, p)]
         if new:
             _replicate(runtime, new, runtime.mesh)
-        if runtime.params is not None and runtime.meshes.data is None:
-            kept = {n for n in new if before.get(n) == found[n].shape}
+        if runtime.params is not None:
+            kept = {n for n in new if before.get(n) == found[n].shape}  # none with data parallelism
             _cut(runtime, {n: p for n, p in runtime.params.items() if n in kept})
     runtime.parameters_changed()
+
+
+def _moved_expert(runtime: Any, name: str, param: TPTensor) -> bool:
+    """True if other data-parallel ranks may hold other experts than this one, which has come to another place."""
+    meshes = [m for m in (runtime.meshes.experts, runtime.meshes.experts_tensor) if m is not None]
+    return any(param._spec.mesh is m for m in meshes) and name not in runtime.settled.plan.experts
 
 
 def _replicate(runtime: Any, new: list[str], mesh: DeviceMesh) -> None:
@@ -85,6 +90,6 @@ def _cut(runtime: Any, placements: Mapping[str, Placement]) -> None:
     with torch.inference_mode(False):
         shard_parameters(runtime.model, placements)
     stored: list[tuple[str, Any]] = [(name, slot.get()) for name, slot in parameter_slots(runtime.model)]
-    params = {name: placement_of(p) for name, p in stored if isinstance(p, TPTensor)}
+    params = {name: on_tensor_ranks(p, runtime.mesh) for name, p in stored if isinstance(p, TPTensor)}
     runtime.parameters.recuts += any(p != runtime.params.get(n, I) for n, p in params.items())
     runtime.params, runtime.settled.plan = params, replace(runtime.settled.plan, params=dict(params))

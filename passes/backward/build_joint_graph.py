@@ -87,13 +87,13 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     primals = [_traced(program, node, i in wrt) for i, node in enumerate(program.placeholders())]
     tangents = [_traced(program, program.results()[i], False) for i in differentiated]
     symbols = set(size_sources(program.graph))
-    fixing: fx.Node | None = None
+    traced: list[NodeGradients] = []
     lost: list[str] = []
 
     def joint(*args: Any) -> tuple[Any, ...]:
-        nonlocal fixing
         values, seeds = args[: len(primals)], args[len(primals) :]
         nodes = NodeGradients(program, symbols, NAME)
+        traced.append(nodes)
         results = nodes.forward(_dispatch, values)
         outputs = [results[i] for i in differentiated]
         if wrt and program.call is not None:
@@ -101,12 +101,11 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
                 program.outputs[i].name for i, x in zip(differentiated, outputs, strict=True) if not x.requires_grad
             ]
         gradients = nodes.backward(outputs, seeds, wrt)
-        fixing = nodes.fixing
         return (*map(nodes.tensor, results), *gradients)
 
     with _tracing(program), without_code():
         program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
-    _check_symbols(program, symbols, fixing)
+    _check_symbols(program, symbols, traced[-1])
     if lost:
         raise MegafxError(
             f"output '{lost[0]}' requires a gradient in eager mode, and in the graph nothing that it is made of does",
@@ -271,9 +270,9 @@ def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor
     return product.reshape([size[c] for c in order]).permute([order.index(c) for c in out])
 
 
-def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
-    """Tracing must not have fixed a size that varies. node: where it happened, as far as is known."""
-    fixed = before - set(size_sources(program.graph))
+def _check_symbols(program: Program, before: set[Any], traced: NodeGradients) -> None:
+    """Tracing must not have fixed a size that varies, nor have decided by it."""
+    fixed, node = before - set(size_sources(program.graph)) | traced.decided, traced.fixing
     if fixed:
         raise MegafxError(
             f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"

@@ -25,6 +25,7 @@ from torch._subclasses.fake_impls import fast_detach
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import SymTypes
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 
 from megafx.ir.nodes import BACKWARD
 from megafx.ir.program import MADE_BY, PHASE, PLACEMENT, VAL, Program, copied_node, inherit
@@ -76,10 +77,20 @@ class _Call:
     results: Any  # what it returned, tensors as `Value`
 
 
+def _tells_sizes_apart(guard: Any) -> bool:
+    """True of a guard by which of two sizes is larger. Sizes of 0 and 1 have graphs of their own, what is computed of sizes
+    that may differ holds for equal ones, and quotients are of sizes that the call has to have."""
+    if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)) or guard.has(FloorDiv):
+        return False
+    number = next((n for n in guard.args if n.is_number), None)
+    return number is None or number > (1 if isinstance(guard, (sympy.Gt, sympy.Lt)) else 2)
+
+
 class NodeGradients:
     """Traces a graph and its backward, within `make_fx`. by: the pass that does so.
 
-    fixing: the first node at which one of the symbols became a number.
+    fixing: the first node at which one of the symbols became a number, or decided by being larger than another size.
+    decided: the symbols that did the latter.
     """
 
     def __init__(self, program: Program, symbols: set[Any], by: str) -> None:
@@ -89,9 +100,10 @@ class NodeGradients:
         self.tracer: Any = mode.tracer
         self.graph: fx.Graph = mode.tracer.graph
         self.last = next(iter(reversed(self.graph.nodes)), None)
-        self.replacements = program.fake_mode.shape_env.replacements
-        self.known = len(self.replacements)
+        self.replacements, self.guards = program.fake_mode.shape_env.replacements, program.fake_mode.shape_env.guards
+        self.known, self.guarded = len(self.replacements), len(self.guards)
         self.fixing: fx.Node | None = None
+        self.decided: set[Any] = set()
         self.kinds: dict[Hashable, _Kind] = {}
         self.calls: list[_Call] = []
         self.inputs: list[Any] = []
@@ -245,6 +257,11 @@ class NodeGradients:
             self.known = len(self.replacements)
             if any(self.replacements.get(s, s).is_Integer for s in self.symbols):
                 self.fixing = origin
+        if new := self.guards[self.guarded :]:
+            self.guarded = len(self.guards)
+            decided = {s for guard in new if _tells_sizes_apart(guard.expr) for s in guard.expr.free_symbols}
+            self.decided |= decided & self.symbols
+            self.fixing = origin if decided and self.fixing is None else self.fixing
         metas = [dict(n.meta) for n in nodes]
         for node in nodes:
             inherit(node, origin, self.by).meta.update(meta)

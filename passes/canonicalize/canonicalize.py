@@ -51,6 +51,7 @@ VALUES: tuple[Step, ...] = (
     views.index_that_counts,
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
+    names.sequences_side_by_side,
     names.erase_identity,
     names.erase_empty_operands,
     names.like_to_full,

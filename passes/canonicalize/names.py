@@ -75,6 +75,19 @@ def one_spelling_of_padding(editor: Editor, node: fx.Node) -> bool:
     return respell(node, aten.constant_pad_nd.default, (*node.args[:2], 0.0 if value is None else value))
 
 
+@on("pad_sequence")
+def sequences_side_by_side(editor: Editor, node: fx.Node) -> bool:
+    """pad_sequence(xs, ...) -> stack of each, padded to the longest: torch's own asks which of varying lengths is that."""
+    emit, first, value = editor.at(node), bool(argument(node, "batch_first")), argument(node, "padding_value", 0.0)
+    length, left = node.meta[VAL].shape[int(first)], argument(node, "padding_side", "right") == "left"
+    rows = []
+    for x in node.args[0]:
+        more = editor.arg(length - x.meta[VAL].shape[0])
+        sizes = [0, 0] * (x.meta[VAL].dim() - 1) + ([more, 0] if left else [0, more])
+        rows.append(emit(aten.constant_pad_nd.default, x, sizes, value))
+    return respell(node, aten.stack.default, (rows, 0 if first else 1))
+
+
 @on(
     "alias clone contiguous lift_fresh lift_fresh_copy view_as expand expand_as reshape slice.Tensor to.dtype positive "
     "resolve_conj resolve_neg"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import check, config, same_gradients, same_parameters
 from torch import nn
+from torch.nn.utils import prune
 
 import megafx
 
@@ -91,6 +92,40 @@ def penalties_and_surgery_with_ddp() -> str:
 @check(4, slow=True)
 def penalties_and_surgery_with_fsdp_of_shards() -> str:
     return trains("fsdp", 2, 2)
+
+
+def goes_on_at_other_places(form: str) -> str:
+    """torch prunes a weight (its parameter gets another name); two change places, of which ranks hold columns and rows."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        plain: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8))
+        options = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "data_parallel": form}
+        model, rows = megafx.parallelize(copy.deepcopy(plain), megafx.Config(**options)), torch.randn(4, 8)
+        for step in range(3):
+            for each, x in ((plain, rows), (model, rows.chunk(2)[dist.get_rank() // 2])):
+                each(x).square().mean().backward()
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+            seen = same_gradients(model, {n: p.grad for n, p in plain.named_parameters()})
+            for each in (plain, model):
+                each.zero_grad()
+                if step == 0:
+                    prune.l1_unstructured(each[0], "weight", 0.3)
+                else:
+                    each[0].weight_orig, each[2].weight = each[2].weight, each[0].weight_orig
+        return seen
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@check(4, seed=0)
+def parameters_go_on_at_other_places_with_fsdp_of_shards() -> str:
+    return goes_on_at_other_places("fsdp")
+
+
+@check(4, seed=0, slow=True)
+def parameters_go_on_at_other_places_with_ddp_of_shards() -> str:
+    return goes_on_at_other_places("ddp")
 
 
 @check(2, seed=0)

@@ -209,6 +209,22 @@ def test_backward_that_fixes_a_dynamic_size_is_refused() -> None:
         differentiate(program, [0], [0])
 
 
+@torch.library.custom_op("megafx_test::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+halved.register_autograd(lambda ctx, g: g / 2 if g.shape[0] > 2 else g)
+
+
+def test_backward_that_decides_by_a_dynamic_size_is_refused() -> None:
+    inputs = {"w": parameter(3), "x": torch.ones(4, 3).double()}
+    program = local_program(lambda w, x: (halved(w * x).sum(),), inputs, varying=("x",))
+    with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones, at megafx_test.halved"):
+        differentiate(program, [0], [0])
+
+
 def test_custom_ops_stay_whole() -> None:
     program = local_program(lambda w: (scaled(w).sum(),), {"w": parameter(3)})
     differentiate(program, [0], [0])

@@ -208,3 +208,29 @@ def tensors_of_a_class_with_functions_of_its_own(loop: Loop) -> None:
     y.as_subclass(torch.Tensor).square().mean().backward()
     loop.see(y=y.as_subclass(torch.Tensor))
     loop.see_gradients(model)
+
+
+class Padded(nn.Module):
+    """Sequences are padded inside, on either side; a token is 0 there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 12), nn.Linear(12, 5)
+
+    def forward(self, sequences: list[Tensor], weights: list[Tensor]) -> Tensor:
+        ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        scale = nn.utils.rnn.pad_sequence(weights, padding_value=0.5, padding_side="left").transpose(0, 1)
+        kept = (ids != 0).unsqueeze(-1)
+        return self.head((self.embed(ids) * kept * scale).sum(1) / kept.sum(1))
+
+
+@situation("https://discuss.pytorch.org/t/how-to-use-pad-sequence-in-the-collate-fn/69063", slow=(2,))
+def sequences_are_padded_in_forward(loop: Loop) -> None:
+    """Which is the longest differs from call to call."""
+    model = loop.model(Padded())
+    for counts in ((3, 5, 2), (4, 2, 6), (6, 6, 1)):
+        sequences = [torch.randint(1, 19, (n,)) for n in counts]
+        out = model(sequences, [torch.randn(n, 12) for n in counts])
+        out.square().mean().backward()
+        loop.see(out=out)
+    loop.see_gradients(model)
