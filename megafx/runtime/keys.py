@@ -302,6 +302,7 @@ def describe(
     values = [(n, v.type if isinstance(v, torch.device) else comparable(v)) for n, v in named if n not in tensors]
     kinds = [(n, v.dtype, v.dim(), v.device.type, getattr(v, "placement", None)) for n, v in tensors.items()]
     training, cached = module_state(modules, configs)
+    asking = [c for c in cached if c is not None]  # a rank that has imported transformers has one config more (`announce`)
     autocast = " and ".join(
         f"{c['device_type']} as {c['dtype']}{'' if c['cache_enabled'] else ' without a cache'}"
         for c in ambient_autocast()
@@ -313,7 +314,7 @@ def describe(
         f"inputs {kinds}",
         f"{GRADIENTS}{'on where forward enters them' if call.under_no_grad else 'on' if grad else 'off'}",
         f"{TRAINING}of {sum(training)} of {len(training)} modules ({_digest(training)})",
-        f"use_cache {_digest(cached)}",
+        f"use_cache {_digest(asking)}",
         f"{AUTOCAST}{autocast or 'off'}",
         f"torch's default dtype {torch.get_default_dtype()}",
         f"{WANTED}the inputs: {', '.join(n for n, v in tensors.items() if grad and v.requires_grad)}",

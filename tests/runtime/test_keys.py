@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import megafx
-from megafx.runtime.keys import Call, KeyMaker, Normalizer, autocast_state, module_state, parameter_state
+from megafx.capture.prepare import configs_of
+from megafx.runtime.keys import Call, KeyMaker, Normalizer, autocast_state, describe, module_state, parameter_state
+from megafx.runtime.module import announce
 
 
 def key_of(maker: KeyMaker, *args, grad=True, state=None, **kwargs):
@@ -154,3 +159,21 @@ def test_a_graph_for_each_call_is_noted_once() -> None:
     for _ in range(11):
         plain(torch.ones(1, 2))
     assert plain.megafx.captures < 4
+
+
+def test_ranks_agree_where_one_alone_has_imported_transformers(monkeypatch):
+    """`announce` gives the model's config the sizes in a class of transformers where that is there."""
+    import transformers.distributed.configuration_utils as of_transformers
+
+    def said():
+        model = nn.Linear(2, 2)
+        model.config = SimpleNamespace(use_cache=True)
+        announce(model, 2, 1)
+        call = Call.of((), {"x": torch.ones(3, 2)})
+        text = describe(call, list(model.modules()), configs_of(model), dict(model.named_parameters()), True)
+        return type(model.config.distributed_config), text
+
+    (kind, with_it), _ = said(), monkeypatch.delitem(sys.modules, of_transformers.__name__)
+    other, without = said()
+    assert kind is of_transformers.DistributedConfig and other is not kind
+    assert with_it == without
