@@ -302,7 +302,7 @@ def describe(
     values = [(n, v.type if isinstance(v, torch.device) else comparable(v)) for n, v in named if n not in tensors]
     kinds = [(n, v.dtype, v.dim(), v.device.type, getattr(v, "placement", None)) for n, v in tensors.items()]
     training, cached = module_state(modules, configs)
-    asking = [c for c in cached if c is not None]  # a rank that has imported transformers has one config more (`announce`)
+    asking = [c for c in cached if c is not None]  # ranks that imported transformers have one config more (`announce`)
     autocast = " and ".join(
         f"{c['device_type']} as {c['dtype']}{'' if c['cache_enabled'] else ' without a cache'}"
         for c in ambient_autocast()

@@ -89,7 +89,7 @@ def _compile_one_model() -> None:
 
 def _serve() -> Order | None:
     """Answers orders until there are no more. In a process that runs one: that order."""
-    for _ in range(50):  # a thread of Python's that was joined is one of the system's for a moment more, on a busy machine
+    for _ in range(50):  # a thread that was joined is one of the system's for a moment more
         if _is_alone():
             break
         time.sleep(0.02)
