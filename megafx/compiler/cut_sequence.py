@@ -34,6 +34,7 @@ from megafx.ops.axes import DrawAxis
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.passes.plan.turn_transitions import turn_transitions
 from megafx.placements.data_axis import CONTEXT_AXIS, TENSOR_AXIS
 from megafx.placements.types import R
 from megafx.planner.context import CompileContext
@@ -94,6 +95,7 @@ def cut_sequence(program: Program, context: CompileContext) -> int:
     _say_where_it_is_gathered(program, axis)
     _say_what_is_exchanged(program, attentions, exchanged)
     localize_shapes(program, axis)
+    turn_transitions(program, axis)
     for node in program.graph.nodes:  # the next axis has placements of its own
         if (placement := node.meta.pop(PLACEMENT, None)) is not None:
             node.meta[HELD] = {**node.meta.get(HELD, {}), CONTEXT_AXIS: placement}

@@ -4,6 +4,7 @@
     megafx::rank_select   [t, ...] -> [...]      backward: rank_place
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
+    megafx::split_head_tail, join_head_tail   a sequence <-> the two ranges of it that each rank has (Layout.head_tail), stacked
     megafx::pad_rows      [n, ...] -> [rows, ...] with zeros behind; the operand itself where n is rows when it runs
     megafx::mm_rows       a product [n, k] x [k, m] -> [rows, m] with zeros behind, as pad_rows of it
 
@@ -123,6 +124,18 @@ def rank_place(x: Tensor, size: int, axis: str) -> Tensor:
 def rank0_only(x: Tensor, axis: str) -> Tensor:
     """x: held by every rank -> summands of it: x on rank 0, zeros elsewhere."""
     return x.clone() if axis_rank(axis) == 0 else torch.zeros_like(x)
+
+
+@_op(lambda x, dim, t, local: x.new_empty([t, *x.shape[:dim], local, *x.shape[dim + 1 :]]))
+def split_head_tail(x: Tensor, dim: int, t: int, local: int) -> Tensor:
+    """x: [.., n, ..] -> [t, .., local, ..]."""
+    return TENSORS.split_head_tail(x, dim, t, local)
+
+
+@_op(lambda x, dim, n: x.new_empty([*x.shape[1 : dim + 1], n, *x.shape[dim + 2 :]]))
+def join_head_tail(x: Tensor, dim: int, n: int) -> Tensor:
+    """x: [t, .., local, ..] -> [.., n, ..]."""
+    return TENSORS.join_head_tail(x, dim, n)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

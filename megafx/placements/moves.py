@@ -57,6 +57,20 @@ class Ops:
             return x
         return self.call(aten.cat.default, [x, x.new_zeros([rows - x.shape[0], *x.shape[1:]])])
 
+    def split_head_tail(self, x: Any, dim: int, t: int, local: Size) -> Any:
+        """[.., n, ..] -> [t, .., local, ..] contiguous: of 2t ranges those r and 2t - 1 - r, zeros in the padding."""
+        out = x.new_empty([t, *x.shape[:dim], local, *x.shape[dim + 1 :]])
+        if x.shape[dim] < t * local:
+            out.zero_()
+        _copy_ranges(out, x, dim, into_parts=True)
+        return out
+
+    def join_head_tail(self, x: Any, dim: int, n: Size) -> Any:
+        """[t, .., local, ..] -> [.., n, ..] contiguous: inverse of split_head_tail."""
+        out = x.new_empty([*x.shape[1 : dim + 1], n, *x.shape[dim + 2 :]])
+        _copy_ranges(x, out, dim, into_parts=False)
+        return out
+
     def rank_select(self, x: Any) -> Any:
         """[t, ...] -> [...]: this rank's entry."""
         raise NotImplementedError
@@ -83,6 +97,19 @@ class Ops:
     def all_to_all(self, x: Any, t: int) -> Any:
         """[t, ...] -> [t, ...]: entry r goes to rank r and comes from rank r."""
         raise NotImplementedError
+
+
+def _copy_ranges(parts: torch.Tensor, whole: torch.Tensor, dim: int, *, into_parts: bool) -> None:
+    """Between each rank's two ranges, [t, .., local, ..], and where they are in the whole, [.., n, ..]."""
+    t, half, pairs = parts.shape[0], parts.shape[dim + 1] // 2, list[tuple[torch.Tensor, torch.Tensor]]()
+    for i in range(2 * t):
+        length = min(half, whole.shape[dim] - i * half)
+        if length > 0:
+            part = parts[i] if i < t else parts[2 * t - 1 - i]
+            pairs.append((part.narrow(dim, half * (i >= t), length), whole.narrow(dim, i * half, length)))
+    if pairs:
+        ours, theirs = ([*x] for x in zip(*pairs, strict=True))
+        torch._foreach_copy_(*((ours, theirs) if into_parts else (theirs, ours)))
 
 
 TENSORS = Ops()
@@ -139,20 +166,16 @@ def _blocks_by_rank(x: Any, dim: int, cut: Cut, t: int, ops: Ops) -> list[Any]:
     start: Size = 0
     for whole, local, padded in cut.blocks:
         block = x if len(cut.blocks) == 1 else _slice(ops, x, at, start, whole)
+        start = start + whole
+        if cut.head_tail:
+            found.append(ops.split_head_tail(block, at, t, local))
+            continue
         if padded and at == 0:
             block = ops.pad_rows(block, t * local)
         elif padded:
             zeros = ops.call(aten.new_zeros.default, block, [*pre, t * local - whole, *post])
             block = ops.call(aten.cat.default, [block, zeros], at)
-        if cut.head_tail:
-            half = local // 2
-            block = _permute(ops, ops.view(block, [*pre, 2 * t, half, *post]), at, 0)
-            head, tail = _slice(ops, block, 0, 0, t), _slice(ops, block, 0, t, t)
-            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [0])], at + 1)
-        else:
-            block = _permute(ops, ops.view(block, [*pre, t, local, *post]), at, 0)
-        found.append(block)
-        start = start + whole
+        found.append(_permute(ops, ops.view(block, [*pre, t, local, *post]), at, 0))
     return found
 
 
@@ -189,16 +212,12 @@ def from_stacked(stacked: Any, dim: int, layout: Sequence[Size], t: int, ops: Op
     start: Size = 0
     for whole, local, padded in cut.blocks:
         block = stacked if len(cut.blocks) == 1 else _slice(ops, stacked, at + 1, start, local)
-        block = _permute(ops, block, 0, at)
-        if cut.head_tail:
-            half = local // 2
-            head, tail = _slice(ops, block, at + 1, 0, half), _slice(ops, block, at + 1, half, half)
-            block = ops.call(aten.cat.default, [head, ops.call(aten.flip.default, tail, [at])], at)
-        else:
-            block = ops.contiguous(block)
-        block = ops.view(block, [*pre, t * local, *post])
-        blocks.append(_slice(ops, block, at, 0, whole) if padded else block)
         start = start + local
+        if cut.head_tail:
+            blocks.append(ops.join_head_tail(block, at, whole))
+            continue
+        block = ops.view(ops.contiguous(_permute(ops, block, 0, at)), [*pre, t * local, *post])
+        blocks.append(_slice(ops, block, at, 0, whole) if padded else block)
     return ops.contiguous(_join(blocks, dim, cut.repeated, ops))
 
 

@@ -64,6 +64,12 @@ class NodeOps(Ops):
     def pad_rows(self, x: fx.Node, rows: Size) -> fx.Node:
         return x if same_size(self.shape(x)[0], rows) else self.call(mfx.pad_rows.default, x, rows)
 
+    def split_head_tail(self, x: fx.Node, dim: int, t: int, local: Size) -> fx.Node:
+        return self.call(mfx.split_head_tail.default, x, dim, t, local)
+
+    def join_head_tail(self, x: fx.Node, dim: int, n: Size) -> fx.Node:
+        return self.call(mfx.join_head_tail.default, x, dim, n)
+
     def rank_select(self, x: fx.Node) -> fx.Node:
         return self.call(mfx.rank_select.default, x, self.axis)
 

@@ -21,6 +21,7 @@ from megafx.ir.nodes import changed_copy
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
 from megafx.ops.collectives import mm_rows, pad_rows
+from megafx.placements.moves import TENSORS
 from megafx.planner.context import CompileContext
 
 aten = torch.ops.aten
@@ -33,6 +34,10 @@ METHODS = {
 }
 FUNCTIONS: dict[Any, Any] = {aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
 FUNCTIONS |= {torch.ops.megafx.pad_rows.default: pad_rows, torch.ops.megafx.mm_rows.default: mm_rows}
+FUNCTIONS |= {
+    getattr(torch.ops.megafx, f"{verb}_head_tail").default: getattr(TENSORS, f"{verb}_head_tail")
+    for verb in ("split", "join")
+}
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 

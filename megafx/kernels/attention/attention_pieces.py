@@ -120,16 +120,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """into: memory for the results."""
     made = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))
-    for x_grad in made:
-        x_grad.zero_()
-    for at, calls in _calls(pieces):
+    if sum(piece.length for piece in pieces) < x.q.shape[2]:
+        made[0].zero_()
+    behind = max(piece.global_start + piece.length for piece in pieces)
+    for of_keys in made[1:]:
+        of_keys[:, :, behind:].zero_()
+    # The last range of queries comes first: together its calls see all keys that any other call sees.
+    for number, (at, calls) in enumerate(reversed([*_calls(pieces)])):
         of_out, joined, statistic = (y.narrow(2, at, calls[0].length) for y in (grad, out, lse))
         statistic = statistic.contiguous()
         for call in calls:
             found = library.backward(of_out, *_operands(x, call), joined, statistic, call.causal, x.scale)
-            ranges = ((call.at, call.length), *[(call.first, call.last - call.first)] * 2)
-            for total, part, (start, length) in zip(made, found, ranges, strict=True):
-                total.narrow(2, start, length).add_(part)
+            keys = call.first, call.last - call.first, number > 0
+            ranges = ((call.at, call.length, call is not calls[0]), keys, keys)
+            for total, part, (start, length, more) in zip(made, found, ranges, strict=True):
+                here = total.narrow(2, start, length)
+                here.add_(part) if more else here.copy_(part)
     return made[0], made[1], made[2]
 
 
