@@ -92,7 +92,8 @@ class _Call:
 
     @property
     def versions(self) -> list[int]:
-        return [x._version for x in (*self.leaves, *_states(self.layer)) if isinstance(x, Tensor)]
+        with torch._C.DisableTorchFunction():  # a mode of the user's would ask for them as its own
+            return [x._version for x in (*self.leaves, *_states(self.layer)) if isinstance(x, Tensor)]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import Max, Min
 
 from megafx.errors import MegafxError
 from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, argument, aten_ops, in_backward, own_gradients, shows_operand
@@ -160,8 +161,12 @@ def _tracing(program: Program) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values, and there are none
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it.
-        in_pairs = _in_pairs(proxy_tensor._build_proxy_for_sym_expr)
-        own = {"_extract_tensor_metadata": lambda value: None, "_build_proxy_for_sym_expr": in_pairs}
+        # Strides of parts are products of Max(1, size), which torch 2.11 has no function for.
+        handlers = {Max: torch.sym_max, Min: torch.sym_min, **proxy_tensor._sympy_handlers()}
+        own = {
+            "_extract_tensor_metadata": lambda value: None, "_sympy_handlers": lambda: handlers,
+            "_build_proxy_for_sym_expr": _in_pairs(proxy_tensor._build_proxy_for_sym_expr),
+        }  # fmt: skip
         stack.enter_context(meanwhile(proxy_tensor, **own))
         stack.enter_context(program.fake_mode)
         stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
@@ -169,12 +174,12 @@ def _tracing(program: Program) -> Iterator[None]:
 
 
 def _in_pairs(make: Any) -> Any:
-    """Products of three sizes have nodes: torch gives all factors to a function of two."""
+    """Products of three sizes have nodes, and sums: torch gives all of them to a function of two."""
 
     def made(tracer: Any, expr: sympy.Expr, out: Any = None) -> Any:
-        if expr.is_Mul and len(expr.args) > 2 and tracer.sympy_expr_tracker.get(expr) is None:
+        if expr.func in (sympy.Mul, sympy.Add, Max, Min) and len(expr.args) > 2 and expr not in tracer.sympy_expr_tracker:
             first, *others = expr.args
-            expr = sympy.Mul(first, sympy.Mul(*others), evaluate=False)
+            expr = expr.func(first, expr.func(*others), evaluate=False)
         return make(tracer, expr, out)
 
     return made
