@@ -177,7 +177,11 @@ def _in_pairs(make: Any) -> Any:
     """Products of three sizes have nodes, and sums: torch gives all of them to a function of two."""
 
     def made(tracer: Any, expr: sympy.Expr, out: Any = None) -> Any:
-        if expr.func in (sympy.Mul, sympy.Add, Max, Min) and len(expr.args) > 2 and expr not in tracer.sympy_expr_tracker:
+        if (
+            expr.func in (sympy.Mul, sympy.Add, Max, Min)
+            and len(expr.args) > 2
+            and expr not in tracer.sympy_expr_tracker
+        ):
             first, *others = expr.args
             expr = expr.func(first, expr.func(*others), evaluate=False)
         return make(tracer, expr, out)
