@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 SCRIPT = str(Path(__file__).resolve().parent / "trainer_runs.py")
@@ -21,15 +21,23 @@ pytestmark = pytest.mark.dist
 
 
 def run(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
-    """Name -> curves, as trainer_runs.py prints them."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    """Name -> curves, as trainer_runs.py prints them. Ranks have the variables that torchrun sets."""
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = plain | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["NOGC"] = "1"  # without gradient checkpointing, which is trl's default
-    command = [sys.executable, *launch, SCRIPT, str(folder), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("log "))[4:])
+    plain |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    plain["NOGC"] = "1"  # without gradient checkpointing, which is trl's default
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(free.getsockname()[1])
+    orders = []
+    for rank in range(ranks):
+        own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        log = str(folder / f"rank{rank}of{ranks}.log")
+        orders.append(forks.Order(SCRIPT, [str(folder), *arguments], plain | own, log))
+    codes = forks.run(orders, 900, ("megafx.api", "transformers.trainer", "peft"), plain)
+    texts = [Path(order.log).read_text() for order in orders]
+    assert not any(codes), "\n".join(text[-5000:] for text in texts)
+    return json.loads(next(line for line in texts[0].splitlines() if line.startswith("log "))[4:])
 
 
 def compare(names: tuple[str, ...], folder: Path, rtol: float, of_weights: float) -> None:
