@@ -124,7 +124,7 @@ def shards_of_the_same_experts_go_on_elsewhere(folder: Path) -> None:
 
 
 def start_list() -> nn.Module:
-    return Listed("one_hot_of_hugging_face", "above").double()
+    return Listed("one_hot_of_hugging_face").double()
 
 
 @check(2)

@@ -120,7 +120,7 @@ def groups(model: nn.Module, make: Make) -> optim.Optimizer:
     return make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": lr / 2}])
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, make: Make, steps: int = 5) -> nn.Module:
+def train(model: nn.Module, optimizer: optim.Optimizer, make: Make, steps: int = 4) -> nn.Module:
     rate = isinstance(optimizer.param_groups[0].get("lr"), float)
     schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if rate else None
     for step in range(steps):

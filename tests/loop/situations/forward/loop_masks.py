@@ -191,7 +191,7 @@ class Encoder(nn.Module):
         return self.act(self.encoder(x, src_key_padding_mask=padding))
 
 
-@situation("https://pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html")
+@situation("https://pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html", slow=(2,))
 def torchs_encoder_leaves_padding_out_in_evaluation(loop: Loop) -> None:
     """Behind its layers padding is zero where no gradient is wanted and it ends all rows, and is not where gradients are."""
     net = Encoder().eval()

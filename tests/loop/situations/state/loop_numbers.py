@@ -197,7 +197,7 @@ def _a_factor(losses: Tensor, mask: Tensor) -> Tensor:
     return losses.mean() * (2 if mask.nonzero().shape[0] > 0 else 3)
 
 
-@situation("https://github.com/huggingface/transformers/issues/24979")
+@situation("https://github.com/huggingface/transformers/issues/24979", slow=(2,))
 def code_asks_whether_there_are_rows_and_does_something_else_for_none(loop: Loop) -> None:
     for code in (_mean_or_nothing, _left_out, _another_way, _at_least_one, _a_factor):
         with_some_rows_and_none(loop, OfChosen(code))
