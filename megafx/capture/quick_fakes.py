@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, SymTypes
 
 from megafx.kernels.common.op import is_kernel
+from megafx.rewrite.trace import register_fake_mode
 
 aten = torch.ops.aten
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -257,6 +258,9 @@ class QuickFakeTensorMode(FakeTensorMode):
         if form not in self._like:
             self._like[form] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return self._like[form]
+
+
+register_fake_mode(lambda: QuickFakeTensorMode(ShapeEnv(), allow_non_fake_inputs=True))
 
 
 def _several_ranks() -> bool:
