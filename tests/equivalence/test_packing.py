@@ -111,8 +111,9 @@ def a_call() -> dict[str, Tensor]:
     return {"ids": ids, "places": places, "documents": documents, "labels": labels}
 
 
+@pytest.mark.parametrize("axes", ["cp and tp", "tp", "none"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "both ways"])
-def test_documents_are_segments_on_any_ranks(form: str) -> None:
+def test_documents_are_segments_on_any_ranks(form: str, axes: str) -> None:
     call, kept = a_call(), list[Program]()
 
     def keep(program: Program, context: CompileContext) -> int:
@@ -126,9 +127,9 @@ def test_documents_are_segments_on_any_ranks(form: str) -> None:
     torch.manual_seed(0)
     model = Packed(form).double()
     t = 2 + list(FORMS).index(form) % 3
-    for mesh in ({"tp": 1}, {"tp": t}, {"cp": 2, "tp": 5 - min(t, 3)}):
-        verdict = megafx.verify(model, config, example_inputs=call, mesh=mesh, tolerance=1e-10)
-        assert verdict, str(verdict)
+    mesh = {"none": {"tp": 1}, "tp": {"tp": t}, "cp and tp": {"cp": 2, "tp": 5 - min(t, 3)}}[axes]
+    verdict = megafx.verify(model, config, example_inputs=call, mesh=mesh, tolerance=1e-10)
+    assert verdict, str(verdict)
     assert kept
     for program in kept:
         found = program.graph.find_nodes(op="call_function", target=ATTENTION)

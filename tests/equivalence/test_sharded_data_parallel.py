@@ -30,7 +30,13 @@ from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, I, Layout, Nested, S, nested, payload
 
 RTOL, ROWS = 1e-10, 12
-GPT2 = Case.of("gpt2", dropout=0.2, layers=2)
+
+
+@cache
+def gpt2() -> Case:
+    return Case.of("gpt2", dropout=0.2, layers=2)
+
+
 FORMS = {"fsdp": DataAxis(3, "fsdp", 3, 6000), "zero1": DataAxis(2, "zero1", 2), "hsdp": DataAxis(4, "fsdp", 2)}
 
 
@@ -60,11 +66,11 @@ def test_shards_of_shards_cover_a_parameter_once(t, ranks, dim):
 
 @cache
 def wanted() -> Logical:
-    return GPT2.run(GPT2.compile(1), seeded(GPT2, ROWS))
+    return gpt2().run(gpt2().compile(1), seeded(gpt2(), ROWS))
 
 
 def worst(compiled: Compiled, data: DataAxis) -> float:
-    found = run_on(GPT2, compiled, data, seeded(GPT2, ROWS))
+    found = run_on(gpt2(), compiled, data, seeded(gpt2(), ROWS))
     one = dataclasses.replace(wanted(), outputs={n: wanted().outputs[n] for n in found.outputs})
     assert one.outputs and one.gradients
     return max(errors(found, one).values())
@@ -81,7 +87,7 @@ def worst(compiled: Compiled, data: DataAxis) -> float:
 )
 def test_all_ranks_compute_what_one_process_does(form, t):
     data = FORMS[form]
-    compiled = compile_on(GPT2, data, t, sequence_parallel=t > 1)
+    compiled = compile_on(gpt2(), data, t, sequence_parallel=t > 1)
     assert worst(compiled, data) <= RTOL
     # what comes of the last sum of gradients, lost on the way
     axis = REPLICA_AXIS if form == "hsdp" else SHARD_AXIS
@@ -105,9 +111,9 @@ def test_all_ranks_compute_what_one_process_does(form, t):
 def test_a_step_sends_what_the_formula_says(t):
     """FSDP: a gather in forward, one in backward of what that needs, and a reduce-scatter, n (d - 1) / d bytes each."""
     data = DataAxis(4, "fsdp", 2)
-    compiled = compile_on(GPT2, data, t)
+    compiled = compile_on(gpt2(), data, t)
     sent = compiled.communication(data.mesh | {"dp": 4, COPY_AXIS: 2 * t})
-    stored, program = storage(compiled, data, GPT2), compiled.program
+    stored, program = storage(compiled, data, gpt2()), compiled.program
     nodes = dict(program.input_nodes())
     gathers = scatters = forward_only = head = 0
     for node, spec in nodes.items():
@@ -138,7 +144,7 @@ def test_a_step_sends_what_the_formula_says(t):
 
 
 def test_a_region_takes_one_collective_each_way():
-    compiled = compile_on(GPT2, DataAxis(2, "fsdp", 2, bucket_bytes=1), 1)
+    compiled = compile_on(gpt2(), DataAxis(2, "fsdp", 2, bucket_bytes=1), 1)
     sent = compiled.communication({SHARD_AXIS: 2, COPY_AXIS: 2})
     regions = ["before the layers", "transformer.h.0", "transformer.h.1", "after transformer.h.1"]
 
