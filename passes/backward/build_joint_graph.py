@@ -162,7 +162,7 @@ def _tracing(program: Program) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it.
         # Strides of parts are products of Max(1, size), which torch 2.11 has no function for.
-        handlers = {Max: torch.sym_max, Min: torch.sym_min, **proxy_tensor._sympy_handlers()}
+        handlers: dict[Any, Any] = {Max: torch.sym_max, Min: torch.sym_min, **proxy_tensor._sympy_handlers()}
         own = {
             "_extract_tensor_metadata": lambda value: None, "_sympy_handlers": lambda: handlers,
             "_build_proxy_for_sym_expr": _in_pairs(proxy_tensor._build_proxy_for_sym_expr),
