@@ -41,10 +41,9 @@ def first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exact_without_an_eager_call_before(first_use: None) -> None:
-    for t in (2, 3):
-        example = (torch.randn(2, 5, 8, dtype=torch.float64),)
-        verdict = megafx.verify(Attends().double(), megafx.Config(tensor_model_parallel_size=t), example_inputs=example)
-        assert verdict, str(verdict)
+    example = (torch.randn(2, 5, 8, dtype=torch.float64),)
+    verdict = megafx.verify(Attends().double(), megafx.Config(tensor_model_parallel_size=3), example_inputs=example)
+    assert verdict, str(verdict)
 
 
 def test_other_lengths_have_the_same_graph(first_use: None) -> None:

@@ -253,6 +253,7 @@ def _leaves(output: Any) -> list[torch.Tensor]:
     return [leaf for part in (output if isinstance(output, tuple) else output.values()) for leaf in _leaves(part)]
 
 
+@pytest.mark.slow
 def test_calls_in_other_forms() -> None:
     """Tuple outputs, hidden states, a number of items, embedded inputs: all graphs of their own."""
     model = _model("gpt2")

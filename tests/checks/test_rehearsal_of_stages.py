@@ -95,6 +95,7 @@ def test_of_stages_that_context_parallel_ranks_share() -> None:
         rehearsed(12, 2, 2, layers=2, context_parallel_size=2, data_parallel_size=4)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_after_the_last_micro_batch() -> None:
     two, four = (rehearsed(4, 2, m, data_parallel_size=2).groups["dp"][2] for m in (2, 4))
     sharded = [rehearsed(4, 2, m, data_parallel_size=2, data_parallel="zero1") for m in (2, 4)]

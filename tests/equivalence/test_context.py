@@ -68,6 +68,7 @@ def test_all_ranks_compute_what_one_process_does(mesh, length, options):
     assert len(verdict.gradients) == 14 and f"cp {mesh['cp']}" in str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [({"dp": 2, "cp": 2}, {}), ({"cp": 2, "tp": 2}, {}), ({"cp": 2, "tp": 3}, {"sequence_parallel": True})],

@@ -122,6 +122,7 @@ def test_bytes_of_a_bucket_are_bounded():
     assert singles and max(singles) == largest and all(n <= 6000 for n in sizes if n not in singles)
 
 
+@pytest.mark.slow
 def test_averaged_gradients_are_those_of_each_ranks_own_loss():
     """What DistributedDataParallel gives: the mean over ranks of what each would compute alone."""
     case, data = Case.of("nanogpt"), DataAxis(2)

@@ -112,6 +112,7 @@ def test_all_ranks_compute_what_one_process_does(heads, mesh, length, options):
     assert sorted(found) == [*[("S1", "S2")] * 3, ("S2", "S1")]  # of [b, s, heads, d], as they lie in memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"cp": 3}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}])
 def test_dropout_draws_one_mask_for_all_ranks(mesh):
     model = GPT((6, 6) if "tp" in mesh else (3, 3), drop=0.4)
@@ -140,6 +141,7 @@ def test_tensor_parallel_ranks_have_the_heads_of_each_rank_that_exchanges_them()
     assert linear.out.is_shard and linear.out.cut == Layout.of([(2, 4), (2, 4), *[(2, 2)] * 4], 2)
 
 
+@pytest.mark.slow
 def test_whole_ranges_are_exchanged_where_no_queries_are_cut():
     program = exact(GPT((4, 4)), {"cp": 2}, 8)
     cuts = [n for n in program.graph.nodes if is_transition(n, "cp") and n.args[1] == "S1"]

@@ -58,6 +58,7 @@ def test_loss_and_gradients_are_eagers(kind: str, shape: tuple[int, int], t: int
     assert found.ok, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [16, 128])
 def test_a_table_of_positions_leaves_the_sequence_in_shards(table: int) -> None:
     ids = torch.randint(0, VOCAB, (3, 7))

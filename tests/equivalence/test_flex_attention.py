@@ -133,12 +133,14 @@ def _programs(model: nn.Module, *meshes: dict[str, int]) -> list[Program]:
     return kept
 
 
+@pytest.mark.parametrize("axes", ["cp and tp", "tp", "none"])
 @pytest.mark.parametrize("form", READ)
-def test_functions_of_elements_are_attention_by_position(form: str) -> None:
+def test_functions_of_elements_are_attention_by_position(form: str, axes: str) -> None:
     torch.manual_seed(0)
     attend, (of_causal, window, documents, masked) = READ[form]
     t = 2 + list(READ).index(form) % 3
-    programs = _programs(Flex(attend).double(), {"tp": 1}, {"tp": t}, {"cp": 2 + (t - 1) % 3, "tp": 2})
+    mesh = {"none": {"tp": 1}, "tp": {"tp": t}, "cp and tp": {"cp": 2 + (t - 1) % 3, "tp": 2}}[axes]
+    programs = _programs(Flex(attend).double(), mesh)
     own = 0
     for program in programs:
         for node in program.graph.find_nodes(op="call_function", target=FORWARD):

@@ -127,6 +127,7 @@ def test_eager_attention_is_the_same(name):
     check(name, IN_TRAINING[name], attn_implementation="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_BF16)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_casts_of_models_in_bf16_go_with_their_patterns(name, attention):

@@ -249,6 +249,7 @@ def gated(h: int, ffn: int) -> Case:
     return Case(model, inputs, capture_call(model, (), inputs(2, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "t"), [("fsdp", 2), ("zero1", 1), pytest.param("fsdp", 1, marks=pytest.mark.slow)])
 def test_linears_whose_parameters_are_gathered_side_by_side_are_merged(form, t):
     case, data = gated(32, 64), DataAxis(2, form, 2)

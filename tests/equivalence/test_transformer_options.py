@@ -122,6 +122,7 @@ def test_experts(name: str, t: int) -> None:
     check(MOE[name], t, moe=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "moe"), [({}, False), ({"moe_input_jitter_eps": 0.1}, True)])
 def test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks(options: dict[str, Any], moe: bool) -> None:
     made, inputs = case(DROPOUT | options, moe)

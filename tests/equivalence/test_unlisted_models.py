@@ -218,6 +218,7 @@ class OneTable(nn.Module):
         return F.cross_entropy(F.linear(self.norm(x), head).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("t", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["rows", "split"])
@@ -275,6 +276,7 @@ class Recurrent(nn.Module):
         return self.down(self.gru(self.up(x))[0]).square().mean()
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_without_dropout_draws_nothing() -> None:
     found = megafx.verify(Recurrent().double(), TWO, example_inputs=(floats(3, 5, 6),), tolerance=1e-10)
     assert found.ok, str(found)
@@ -324,6 +326,7 @@ class Diffusion(nn.Module):
         return (y - noise).square().mean(), t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, 3])
 def test_times_drawn_by_forward_are_those_of_one_rank(t: int) -> None:
     torch.manual_seed(0)
@@ -427,6 +430,7 @@ class Masked(nn.Module):
         return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t, sequence_parallel", [(2, True), (3, False)])
 def test_a_transformer_of_torch_with_its_own_mask(t: int, sequence_parallel: bool) -> None:
     torch.manual_seed(0)

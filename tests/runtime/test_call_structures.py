@@ -94,6 +94,7 @@ def freeze(model: nn.Module, part: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "t"), [pytest.param("mlp", 2, marks=SLOW), ("lm_head", 3)])
 def test_frozen_parameters(part: str, t: int) -> None:
     """No gradient of theirs is computed, nothing is propagated further down than needed, and less is communicated."""

@@ -135,6 +135,7 @@ class Switch(Mixture):
         return y.square().mean() + 0.1 * (share * probabilities.mean(0)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, 3, 4])
 @pytest.mark.parametrize("choose", [of_max, of_argmax])
 def test_routers_of_one_expert(choose: Callable[[Tensor], tuple[Tensor, Tensor]], t: int) -> None:

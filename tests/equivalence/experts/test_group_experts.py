@@ -140,6 +140,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
     assert not model.moe.experts[2].gate.weight.grad.any() and model.moe.experts[0].gate.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_knob_and_what_is_left_alone() -> None:
     assert grouped(Net(Gated, False, "index_add", experts=2).double(), moe_grouped_gemm=False) == (0, [])
     frozen = Net(Gated, False, "index_add", experts=2).double()
@@ -175,6 +176,7 @@ def test_weights_and_gradients_lie_in_one_memory() -> None:
 EACH = [{"tp": 1}, {"tp": 3}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,name", [*enumerate(forms.FORMS)])
 def test_tokens_by_index_in_every_form(number: int, name: str) -> None:
     """Places in one mask of all experts, of which one gets no token; the type checker follows them on each axis."""

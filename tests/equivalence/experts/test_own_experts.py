@@ -301,6 +301,7 @@ class Dropped(moe.Expert):
         return F.dropout(super().forward(F.dropout(x, 0.3)), 0.5)
 
 
+@pytest.mark.slow
 def test_dropout_inside_of_experts() -> None:
     """Each expert draws for its own rows, by its own numbers: as megafx does on one rank."""
     model = moe.Model(moe.where_add_in_place)

@@ -277,6 +277,7 @@ def test_the_report_says_what_runs_in_fp8_and_why_the_rest_does_not() -> None:
         assert wanted in report, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_no_more_is_kept_for_backward_than_without(recipe: str) -> None:
     saved = []
@@ -311,6 +312,7 @@ def test_products_are_priced_by_the_rate_of_fp8() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_prices_the_linears_that_will_run_in_fp8() -> None:
     """By layer and option as the pass leaves them; the schedule of the plan and the search read the same."""
     times, linears = {}, {}

@@ -228,6 +228,7 @@ def collectives(program):
     return [n.args[1:3] for n in program.graph.nodes if str(n.target) == "megafx.transition.default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_sharded_vocabularies(name, sequence_parallel):

@@ -102,6 +102,7 @@ def test_overlapped_graphs_are_exact(t, batch, seq, bias):
     assert verdict, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("t", "batch", "seq", "bias"), [(2, 2, 8, True), (3, 2, 5, False), pytest.param(4, 3, 7, True, marks=SLOW)]
 )

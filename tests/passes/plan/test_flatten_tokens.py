@@ -288,6 +288,7 @@ def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "s"), [("llama", 8), ("gpt", 8), ("llama", 7)])
 def test_nothing_is_copied_when_it_runs(name: str, s: int) -> None:
     """One rank's forward and backward, with collectives that do nothing; 24 or 21 tokens of dynamic sizes on 2 ranks.

@@ -83,6 +83,7 @@ def test_same_bits_at_some_budgets(t: int, sp: bool) -> None:
     assert all(f.promise is not None and f.kept <= f.promise for f in found) and found[-1].kept == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_same_bits_with_each_option(options: dict[str, Any]) -> None:
     for t, sp in PLACES[:2]:
@@ -123,6 +124,7 @@ def copied_products(made: Compiled, again: Compiled) -> int:
     return count(again) - count(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "t"), [("nanogpt", 1), ("nanogpt", 2)])
 def test_keeping_less_than_what_layers_pass_on_does_not_raise_the_peak(name: str, t: int) -> None:
     """What a layer makes again for the next one is freed, and made once more for itself."""
@@ -137,6 +139,7 @@ def test_keeping_less_than_what_layers_pass_on_does_not_raise_the_peak(name: str
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
+@pytest.mark.slow
 def test_values_that_layers_pass_on_anew_have_the_same_bits() -> None:
     made, own, inputs = deep("nanogpt", 2, 3), Case.of("nanogpt", layers=3, dropout=0.1), case("nanogpt").inputs(2, 16)
     again = own.compile(2, sequence_parallel=True, activation_memory_budget=0.0)  # with the passes that come behind
