@@ -168,30 +168,31 @@ class Sunk(nn.Module):
         return F.cross_entropy((x @ self.tokens.weight.t()).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.parametrize(
+    ("window", "tokens", "mesh"),
+    [(99, 7, {"cp": 2, "tp": 2}), (99, 7, {"cp": 2}), (3, 5, {"cp": 3}), (99, 3, {"cp": 4})],
+)
 @pytest.mark.parametrize("learned", [True, False])
-def test_sinks_are_of_all_keys(learned):
+def test_sinks_are_of_all_keys(learned, window, tokens, mesh):
     """Each rank's queries see the sink once, however their keys come."""
-    for window, tokens, mesh in (
-        (99, 7, {"cp": 2}),
-        (3, 5, {"cp": 3}),
-        (99, 3, {"cp": 4}),
-        (99, 7, {"cp": 2, "tp": 2}),
-    ):
-        kept: list[Program] = []
+    kept: list[Program] = []
 
-        def keep(program: Program, context: CompileContext) -> int:
-            kept.append(program.copy())  # noqa: B023  called within the loop
-            return 0
+    def keep(program: Program, context: CompileContext) -> int:
+        kept.append(program.copy())
+        return 0
 
-        config = Config(passes=(("after scaled_products", keep),))
-        torch.manual_seed(0)
-        verdict = megafx.verify(
-            Sunk(learned, window).double(), config, example_inputs=a_call(tokens), mesh=mesh, **CHECKED
-        )
-        assert verdict, str(verdict)
-        nodes = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention_forward.default)
-        assert len(nodes) == 1 and argument(nodes[0], "sink") is not None and argument(nodes[0], "shard_dim") == 2
+    config = Config(passes=(("after scaled_products", keep),))
+    torch.manual_seed(0)
+    verdict = megafx.verify(Sunk(learned, window).double(), config, example_inputs=a_call(tokens), mesh=mesh, **CHECKED)
+    assert verdict, str(verdict)
+    nodes = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention_forward.default)
+    assert len(nodes) == 1 and argument(nodes[0], "sink") is not None and argument(nodes[0], "shard_dim") == 2
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_each_collective_of_attention_with_a_sink_matters(learned):
     alone = Config(context_parallel_size=2, tensor_model_parallel_size=1)
+    torch.manual_seed(0)
     found = megafx.sabotage(Sunk(learned, 99).double(), alone, example_inputs=a_call(5))
     assert found and len(found.tried) >= 8, str(found)
 
@@ -224,29 +225,32 @@ def packed_call(length: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": labels, "positions": positions}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "length", "drop", "options"),
+    [
+        ({"cp": 2, "tp": 2}, 7, 0.0, {}),
+        ({"cp": 2, "tp": 2}, 9, 0.0, {"cp_comm_type": "a2a"}),
+        ({"cp": 2}, 9, 0.0, {}),
+        ({"cp": 4}, 3, 0.0, {}),
+        ({"cp": 3}, 7, 0.3, {}),
+    ],
+)
 @pytest.mark.parametrize("kind", ["causal", "documents"])
-def test_ids_may_have_no_batch_dim(kind):
+def test_ids_may_have_no_batch_dim(kind, mesh, length, drop, options):
     kept: list[Program] = []
 
     def keep(program: Program, context: CompileContext) -> int:
         kept.append(program.copy())
         return 0
 
-    config = Config(passes=(("after cut_sequence", keep),))
-    turns = [({"cp": 2}, 9, 0.0), ({"cp": 4}, 3, 0.0), ({"cp": 2, "tp": 2}, 7, 0.0), ({"cp": 3}, 7, 0.3)]
-    for mesh, length, drop in turns if kind == "documents" else turns[:3]:
-        kept.clear()
-        model = Packed(kind, drop).double()
-        verdict = megafx.verify(model, config, example_inputs=packed_call(length), mesh=mesh, **CHECKED)
-        assert verdict, str(verdict)
+    config = Config(passes=(("after cut_sequence", keep),), **options)
+    model = Packed(kind, drop).double()
+    verdict = megafx.verify(model, config, example_inputs=packed_call(length), mesh=mesh, **CHECKED)
+    assert verdict, str(verdict)
+    if not options:
         (node,) = kept[0].graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
         assert argument(node, "shard_dim") == 2 and argument(node, "mask") is None  # nothing of [t, t] is made
         assert (argument(node, "segments") is None) == (kind == "causal")
-    exchanged = Config(cp_comm_type="a2a")
-    verdict = megafx.verify(
-        Packed(kind).double(), exchanged, example_inputs=packed_call(9), mesh={"cp": 2, "tp": 2}, **CHECKED
-    )
-    assert verdict, str(verdict)
 
 
 class Cross(nn.Module):

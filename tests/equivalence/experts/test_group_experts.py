@@ -271,7 +271,7 @@ def test_the_price_decides(experts: int, ffn: int, hardware: str, pays: bool, tm
 
 def test_products_in_fp8_stay_single() -> None:
     with torch.device("meta"):
-        model = Large(32, 2048).to(torch.bfloat16)
+        model = Large(8, 8192).to(torch.bfloat16)
         x = torch.empty(2, 4096, 2048, dtype=torch.bfloat16)
     config = megafx.Config(hardware="h100-nvlink", tensor_model_parallel_size=1, fp8="hybrid")
     program = _compiled(ExampleCall.of(model, config, ((x,), {}), None, runs=False)).program
