@@ -258,7 +258,7 @@ def experts_shared_out_with_held_gradients_and_checkpoints(folder: Path) -> None
         model, optimizer, before = again, steps, options
 
 
-@check(2)
+@check(2, slow=True)
 def a_rank_holds_its_experts_and_moments_of_them() -> None:
     model = megafx.parallelize(start(), megafx.Config(**EP))
     model(*part(a_call(4), 2)).backward()

@@ -355,26 +355,34 @@ def parameters_that_part() -> None:
         optimizer.step() if step == 3 else optimizer.zero_grad()
 
 
-@check(2, seed=0)
-def replicas_whose_graphs_differ() -> None:
+def graphs_differ(form: str) -> None:
     """Their gradients would be summed by place, which mixes them up. Other lengths, and a mask on one, are fine."""
     rank = dist.get_rank()
-    for form in ("ddp", "fsdp"):
-        options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
-        model = net(Tasks, data_parallel=form, **options)
-        for step in range(2):
-            model(x(3 + 2 * rank, step)).backward()
-        model(x(), mask=torch.ones(3, 4).double() if rank else None).backward()
-        model(x(), task="a").backward()
-        with at_once():
-            text = "(?s)'extra.bias' is used on data-parallel rank 0, and not on rank 1.*in module 'extra'.*torch.where"
-            raises(AgreementError, text, lambda m=model: m(x(), task="ab"[rank]))
-            raises(AgreementError, "used on data-parallel rank 1, and not", lambda m=model: m(x(), task="a" * rank))
-            with model.no_sync() if rank else contextlib.nullcontext():
-                raises(AgreementError, "no_sync on all or none", lambda m=model: m(x()))
-        model(x()).backward()
-        with torch.no_grad():
-            model(x())
+    options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+    model = net(Tasks, data_parallel=form, **options)
+    for step in range(2):
+        model(x(3 + 2 * rank, step)).backward()
+    model(x(), mask=torch.ones(3, 4).double() if rank else None).backward()
+    model(x(), task="a").backward()
+    with at_once():
+        text = "(?s)'extra.bias' is used on data-parallel rank 0, and not on rank 1.*in module 'extra'.*torch.where"
+        raises(AgreementError, text, lambda: model(x(), task="ab"[rank]))
+        raises(AgreementError, "used on data-parallel rank 1, and not", lambda: model(x(), task="a" * rank))
+        with model.no_sync() if rank else contextlib.nullcontext():
+            raises(AgreementError, "no_sync on all or none", lambda: model(x()))
+    model(x()).backward()
+    with torch.no_grad():
+        model(x())
+
+
+@check(2, seed=0)
+def replicas_whose_graphs_differ() -> None:
+    graphs_differ("fsdp")
+
+
+@check(2, seed=0, slow=True)
+def replicas_with_copies_whose_graphs_differ() -> None:
+    graphs_differ("ddp")
 
 
 class Attends(nn.Module):
