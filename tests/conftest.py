@@ -53,7 +53,6 @@ ONE_IN: dict[str, int] = {
     "checkpoint/test_checkpoint.py::test_a_background_save_that_failed_is_told_at_the_end": 3,
     "checks/test_mesh.py::test_all_ranks_gather_the_same_parameters_in_backward": 2,
     "checks/test_mesh.py::test_all_ranks_of_a_mesh_compute_what_one_process_does": 3,
-    "checks/test_mesh.py::test_rows_of_the_batch_may_be_numbered": 2,
     "checks/test_mesh.py::test_types_of_the_outer_axis_find_each_lost_transition": 2,
     "checks/test_negative_controls.py::test_each_collective_matters": 4,
     "checks/test_negative_controls.py::test_each_gradient_loses_by_itself": 2,

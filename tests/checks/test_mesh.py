@@ -78,6 +78,7 @@ class Pooled(nn.Module):
         return F.cross_entropy(self.out(x[rows, last] + pair.tanh().sum(1)), labels.clamp(min=0)[:, 0] % 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"cp": 2}])
 def test_rows_of_the_batch_may_be_numbered(mesh):
     verdict = megafx.verify(Pooled().double(), example_inputs=a_call(), mesh=mesh, tolerance=1e-10)

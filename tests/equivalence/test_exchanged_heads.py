@@ -156,6 +156,7 @@ def attentions(program: Program) -> list[Any]:
     return program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
 
 
+@pytest.mark.slow
 def test_what_costs_less_is_chosen_for_each_attention():
     """Grouped keys are few bytes, so that to gather them costs less; with as many key-value heads, heads are exchanged."""
     config = Config(context_parallel_size=4, tensor_model_parallel_size=1, hardware="h100-nvlink", seq_length=131072)

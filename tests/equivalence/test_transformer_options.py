@@ -130,6 +130,7 @@ def test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks(options: dict[s
     assert_equal(made.run(made.compile(3), inputs), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_init_methods(layers: int) -> None:
     """What writes into the residual stream is smaller by sqrt(2 layers); plans are made of weights that stay as they are."""

@@ -4,6 +4,7 @@ experts_shared_out.py.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from index_dispatch import FORMS, tokens
 from index_dispatch import Model as Listed
@@ -35,6 +36,7 @@ def test_rows_of_each_expert_are_those_that_the_router_chose() -> None:
     assert text in str(found) and "Balance of experts, measured in one call" in str(report)
 
 
+@pytest.mark.slow
 def test_experts_of_a_list_that_are_grouped() -> None:
     report = profiled(
         Listed(FORMS["where_add_in_place"]).double(), (tokens(4, 5),), RANGES.replace(moe_grouped_gemm=True)

@@ -98,6 +98,7 @@ def counts(program):
     return Counter(f.pattern for f in program.fusions)
 
 
+@pytest.mark.slow
 def test_one_rank_computes_the_same(cases):
     case = cases[0.0]
     compiled = case.compile(1, **ALONE)
