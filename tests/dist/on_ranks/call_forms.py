@@ -34,7 +34,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@check(2)
+@check(2, slow=True)
 def logits_beside_the_loss_are_lazy() -> str:
     pair = Pair("nanogpt", example=True).parallelize()
     inputs = pair.inputs(3, 13)
@@ -56,7 +56,7 @@ def logits_beside_the_loss_are_lazy() -> str:
     return f"none in a query, {len(use.seen)} when touched, {len(forward.seen)} in a forward that leaves them alone"
 
 
-@check(2)
+@check(2, slow=True)
 def logits_are_made_from_the_weights_of_their_step() -> str:
     """No rank makes logits of a training call without somebody reading them; once the weights changed it is an error."""
     pair = Pair("nanogpt", example=True, sequence_parallel=True).parallelize()
@@ -85,7 +85,7 @@ def weights_that_change_before_backward_are_noticed() -> str:
     return "refused"
 
 
-@check(2)
+@check(2, slow=True)
 def the_loss_of_the_users_loop() -> str:
     """`loss_fn=` brings it into the graph; calls with loss_inputs return (loss, output)."""
 
@@ -374,7 +374,7 @@ def gradients_accumulate_into_kept_memory() -> str:
     return same_gradients(model, gradients(plain))
 
 
-@check(2)
+@check(2, slow=True)
 def autocast_has_a_graph_of_its_own() -> str:
     model, plain = forms()
     model.float()
@@ -395,7 +395,7 @@ def autocast_has_a_graph_of_its_own() -> str:
     return same_gradients(model, gradients(plain), 5e-2)
 
 
-@check(2)
+@check(2, slow=True)
 def a_run_is_saved_and_resumed() -> str:
     """model and optimizer state through files of each rank; weights through the whole state dict; a deep copy goes on."""
     model, plain = forms()

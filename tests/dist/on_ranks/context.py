@@ -115,7 +115,7 @@ def beside_other_axes() -> None:
     trains_like_one_process(sizes | {"data_parallel": "zero1", "data_parallel_shard_size": 1}, 0.0)
 
 
-@check(2)
+@check(2, slow=True)
 def ranks_of_a_sequence_share_parameters() -> None:
     model = trains_like_one_process(CP | {"data_parallel": "fsdp"}, 0.3)
     held = [p.to_local().numel() for p in model.parameters()]

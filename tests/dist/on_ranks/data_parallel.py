@@ -557,7 +557,7 @@ def a_region_and_the_next(watch: Watch, layers: int, what: str) -> str:
     return f"{most} of {sum(sizes)} bytes in {what}"
 
 
-@check(2, seed=0)
+@check(2, seed=0, slow=True)
 def a_rank_holds_a_region_and_the_next_one() -> str:
     """In the form 'fsdp', beside its shard: in forward and in backward."""
     layers = 5
@@ -619,7 +619,7 @@ class LossAndPrediction(nn.Module):
         return F.cross_entropy(out, y) + self.up.weight.norm(), out, out.mean(0)
 
 
-@check(2)
+@check(2, slow=True)
 def terms_of_outputs_beside_the_loss_are_averaged() -> None:
     """A term that each rank computes of its own rows counts as in DistributedDataParallel, though gradients are added; a
     penalty counts once, and what is computed of statistics has the gradients of all rows."""

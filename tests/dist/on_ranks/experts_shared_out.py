@@ -282,7 +282,7 @@ def rows_of_experts_are_counted_over_all_ranks() -> None:
     assert [*found[0].rows] == torch.bincount(ids[0], minlength=5).tolist() and sum(found[1].rows) == sum(found[0].rows)
 
 
-@check(2)
+@check(2, slow=True)
 def files_have_whole_experts(folder: Path) -> None:
     """Stacks and a list, on meta: each rank reads its own experts, and files that ranks write are those of one process."""
     call = a_call(4)

@@ -189,7 +189,7 @@ def pipeline_of_four_stages() -> None:
     assert pipe.step(**batch(12)).isfinite()
 
 
-@check(4, seed=0)
+@check(4, seed=0, slow=True)
 def pipeline_beside_tensor_parallel() -> None:
     against_one_process(2, 0.2, "GPipe", ["layers.1"], 2, tensor_model_parallel_size=2)
 

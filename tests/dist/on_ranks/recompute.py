@@ -55,7 +55,7 @@ def same(plain: dict[str, Any], *others: dict[str, Any]) -> None:
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-@check(2)
+@check(2, slow=True)
 def what_is_made_again_on_tensor_parallel_ranks() -> None:
     same({**TENSOR, "layers": 1}, {"activation_memory_budget": 0.0})
 

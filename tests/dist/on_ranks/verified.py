@@ -40,7 +40,7 @@ def doubled(program: Program, context: CompileContext) -> int:
     return 1
 
 
-@check(2)
+@check(2, slow=True)
 def real_ranks_are_compared_with_eager() -> None:
     """Weights and inputs differ between the ranks at first: those of rank 0 count. The model stays as it was."""
     for p, reference in ((0.0, "eager"), (0.5, "megafx at t=1")):
