@@ -18,7 +18,7 @@ _ELEMENTWISE: dict[str, str] = {
         "gelu gt.Scalar hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan le.Scalar leaky_relu lgamma "
         "log log10 log1p log2 log_sigmoid logical_not logit lt.Scalar mish nan_to_num ne.Scalar pow.Scalar "
         "pow.Tensor_Scalar reciprocal relu relu6 remainder.Scalar round rsqrt selu sgn sigmoid sign signbit silu sin "
-        "sinc sinh softplus softshrink special_erf sqrt square tan tanh threshold trunc"
+        "sinc sinh softplus softshrink special_erf sqrt square tan tanh threshold trunc where.Scalar"
     ),
     "nl: ..., ... -> ...": (
         "atan2 bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor clamp_max.Tensor clamp_min.Tensor "

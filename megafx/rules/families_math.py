@@ -44,8 +44,6 @@ def _einsum(call: OpCall) -> str:
     "aten.conv3d.padding",
 )  # fmt: skip
 def _conv(call: OpCall) -> RuleText | None:
-    if call.get("transposed"):
-        return None
     grouped = call.get("groups", 1) != 1
     n = len(call.first.shape) - 2
     if len(call.results[0]) != n + 2 or n < 1 or len(call.get("weight").shape) != n + 2:
@@ -55,19 +53,19 @@ def _conv(call: OpCall) -> RuleText | None:
     why = {f"{a}{i}": "the convolution runs over the dim" for a in "xky" for i in range(n)}
     if grouped:
         why |= dict.fromkeys("coi", "the channels of the convolution are in groups")
-    return RuleText(f"lin: b {c} {inside}, {o} {'i!' if grouped else c} {kernel}, +{o} -> b {o} {out}", why)
+    weight = f"{c} {'j!' if grouped else o}" if call.get("transposed") else f"{o} {'i!' if grouped else c}"
+    return RuleText(f"lin: b {c} {inside}, {weight} {kernel}, +{o} -> b {o} {out}", why)
 
 
 @family("aten.convolution_backward")
 def _conv_backward(call: OpCall) -> RuleText | None:
     """The gradient of the bias is a sum of the gradient alone, whole on every rank where channels of the input are cut."""
-    if call.get("transposed"):
-        return None
     n = len(call.first.shape) - 2
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
     o, c, i = ("o", "c", "c") if call.get("groups") == 1 else ("o!", "c!", "i!")
+    weight = f"{o} {i}" if not call.get("transposed") else f"{c} {o if i == c else 'i!'}"
     bias = o if call.results[2] else "*"  # none: None, or no dims
-    text = f"lin[0]: b {o} {out}, b {c} {inside}, {o} {i} {kernel} -> b {c} {inside}; {o} {i} {kernel}; {bias}"
+    text = f"lin[0]: b {o} {out}, b {c} {inside}, {weight} {kernel} -> b {c} {inside}; {weight} {kernel}; {bias}"
     return RuleText(text, reads={2: (0,)})
 
 

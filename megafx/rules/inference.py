@@ -15,7 +15,7 @@ Nothing here trusts the planner: a placement on a node's meta only decides betwe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from megafx.ir.sizes import Sizes
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import TRANSITIONS, Layout, M, P, Placement, R, S, owned
 from megafx.placements.views import concat_layouts, dim_groups, refit, slice_layout, view_options
-from megafx.rules.families import OpCall, Shape
+from megafx.rules.families import Shape
+from megafx.rules.families_rows import Rows
 from megafx.rules.grammar import names
-from megafx.rules.strategies import Template, around, place, template_of_node
+from megafx.rules.strategies import Template, around, outer_rule, place, template_of_node
 
 Facts = Mapping[fx.Node, Any]
 Result = Placement | tuple[Placement, ...]
@@ -55,7 +56,7 @@ def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes, axis: str = TENSOR_
     facts_of_op = facts_of(node.target)
     if facts_of_op.types and axis == TENSOR_AXIS:
         return _by_types(reader, facts_of_op.types)
-    return reader.generic(None if axis == TENSOR_AXIS else facts_of_op.outer)
+    return reader.generic(outer_rule(node.target, axis))
 
 
 class _Inference:
@@ -85,7 +86,7 @@ class _Inference:
             return placements[0]
         return placements if len(placements) == len(value) else placements[:1] * len(value)
 
-    def generic(self, own: str | Callable[[OpCall], str] | None = None) -> Result:
+    def generic(self, own: str | Rows | None = None) -> Result:
         """own: a rule to use in place of the op's."""
         if all(p == R for p in self.given):
             return self.results(R)

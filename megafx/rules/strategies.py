@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -30,11 +30,12 @@ from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
 from megafx.ir.nodes import MASKS, argument, is_zero, op_name
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
-from megafx.placements.data_axis import TENSOR_AXIS
+from megafx.placements.data_axis import BATCH_AXIS, MICRO_AXIS, TENSOR_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.placements.views import flatten, map_view, refit, slice_layout
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS, Arg, OpCall, Part, RuleText, Shape
+from megafx.rules.families_rows import BY_ROWS, Rows
 from megafx.rules.grammar import RuleError, bind, names, op_key, parse, registered_rule
 
 Entries = tuple[str | None, ...]
@@ -191,7 +192,7 @@ def template_of_node(
     sizes: Sizes,
     active: Container[fx.Node],
     cuts: Mapping[fx.Node, int] = MappingProxyType({}),
-    own: str | Callable[[OpCall], str] | None = None,
+    own: str | Rows | None = None,
 ) -> tuple[Template, list[Any]]:
     """The rule of a node's call, and for each tensor argument its (path, node), or None where left out.
 
@@ -231,21 +232,26 @@ def template_of_node(
 
 def rule_for(node: fx.Node, program: Program, active: Container[fx.Node], axis: str = TENSOR_AXIS) -> OpRule:
     """The rule of an active call_function node on an axis; kind 'none' with a reason where there is none."""
-    return rule_of(node, program.sizes, active, None if axis == TENSOR_AXIS else _outer_rule(node))
+    return rule_of(node, program.sizes, active, _outer_rule(node, axis))
 
 
-def _outer_rule(node: fx.Node) -> str | Callable[[OpCall], str] | None:
+def _outer_rule(node: fx.Node, axis: str) -> str | Rows | None:
     """The op's own rule on the axes outside of the tensor-parallel one, where it holds."""
     facts = facts_of(node.target)
-    if facts.outer_if is None:
-        return facts.outer
+    if facts.outer_if is None or axis == TENSOR_AXIS:
+        return outer_rule(node.target, axis)
     name, maker = facts.outer_if
     return facts.outer if op_name(argument(node, name)) == maker else None
 
 
-def rule_of(
-    node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | Callable[[OpCall], str] | None = None
-) -> OpRule:
+def outer_rule(target: Any, axis: str) -> str | Rows | None:
+    """The rule that an op has on an axis in place of its own. Ranks that share a batch have whole rows, without padding."""
+    if axis == TENSOR_AXIS:
+        return None
+    return facts_of(target).outer or (BY_ROWS.get(str(target)) if axis in (BATCH_AXIS, MICRO_AXIS) else None)
+
+
+def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | Rows | None = None) -> OpRule:
     """`rule_for` without a program. own: a rule to use in place of the op's."""
     template, tensors = template_of_node(node, sizes, active, own=own)
     operands = []

@@ -18,7 +18,19 @@ from torch import fx
 from megafx.analysis.reached import find_reached
 from megafx.ir.nodes import replace
 from megafx.ir.program import Phase, Program, active_nodes
-from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, numbers, packed, random, sizes, views
+from megafx.passes.canonicalize import (
+    bodies,
+    composites,
+    inplace,
+    linear,
+    loss,
+    names,
+    numbers,
+    packed,
+    random,
+    sizes,
+    views,
+)
 from megafx.passes.canonicalize.editor import Editor, is_tensor
 from megafx.planner.context import CompileContext
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
@@ -86,6 +98,7 @@ def canonicalize_program(program: Program) -> int:
     changes += names.erase_asserts(editor)
     changes += numbers.numbers_behind_the_graph(editor)
     changes += sizes.name_sizes_of_data(editor)
+    changes += composites.made_of_others(editor)
     changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)
     changes += inplace.functionalize(editor)

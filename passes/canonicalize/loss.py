@@ -6,11 +6,15 @@ After:   %c = cross_entropy(%logits, %target, -100, 0.0, False); %n = sum(ne(%ta
 Losses of elements (mse_loss, binary_cross_entropy_with_logits, ...) are taken apart as well: each rank then computes the loss
 of its elements, and the sum is partial.
 
+Logits [n, classes, d, ...] become rows [n * d * ..., classes] first.
+
 Class weights w: the token's loss is times w[target], and a mean is over the sum of these. Class probabilities as targets, and
 weights with label smoothing, are sums over classes: each rank has its rows, with whole classes.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import fx
@@ -27,7 +31,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 @on("cross_entropy_loss")
 def cross_entropy_to_tokens(editor: Editor, node: fx.Node) -> bool:
-    """cross_entropy_loss -> a loss per token and its reduction: for 2-D logits and class indices."""
+    """cross_entropy_loss -> a loss per token and its reduction."""
     return _rewrite(editor, node, argument(node, "self"), argument(node, "label_smoothing"))
 
 
@@ -35,10 +39,10 @@ def cross_entropy_to_tokens(editor: Editor, node: fx.Node) -> bool:
 def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
     """nll_loss(log_softmax(x, last dim)) is the cross entropy of x."""
     logs = argument(node, "self")
-    if not (is_tensor(logs) and logs.target is aten.log_softmax.int and logs.meta[VAL].dim() == 2):
+    if not (is_tensor(logs) and logs.target is aten.log_softmax.int and logs.meta[VAL].dim() > 1):
         return False
     logits, dim, dtype = arguments(logs, "self", "dim", "dtype")
-    if dim not in (1, -1):
+    if dim not in (1, 1 - logs.meta[VAL].dim()):
         return False
     if dtype is not None and dtype != logits.meta[VAL].dtype:
         logits = editor.at(node)(aten.to.dtype, logits, dtype)
@@ -60,7 +64,7 @@ def loss_of_elements(editor: Editor, node: fx.Node) -> bool:
 
 def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -> bool:
     target, weight, reduction, ignore = arguments(node, "target", "weight", "reduction", "ignore_index")
-    by_row = logits.meta[VAL].dim() == 2
+    by_row = logits.meta[VAL].dim() > 1
     of_classes = target.meta[VAL].dtype.is_floating_point or (weight is not None and smoothing != 0)
     reasons = {
         "an ignore_index that is a size": not isinstance(ignore, int),
@@ -75,6 +79,13 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype
     counts = None
+    several = logits.meta[VAL].dim() > 2
+    if several:
+        logits = _by_rows(editor, node, logits)
+        if target.meta[VAL].dtype.is_floating_point:
+            target = _by_rows(editor, node, target)
+        else:
+            target = emit(aten.reshape.default, target, [editor.arg(math.prod(target.meta[VAL].shape))])
     if target.meta[VAL].dtype.is_floating_point:
         if smoothing:
             classes = logits.meta[VAL].shape[1]
@@ -97,11 +108,26 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
             loss = emit(aten.add.Tensor, emit(aten.mul.Tensor, loss, 1 - smoothing), every)
     if reduction != _NONE:
         loss = emit(aten.sum.default, loss)
+    elif several:
+        loss = emit(aten.reshape.default, loss, editor.shape(node.meta[VAL]))
     if reduction == _MEAN:
         loss = emit(aten.div.Tensor, loss, emit(aten.sum.default, counts))
     if loss.meta[VAL].dtype != dtype:
         loss = emit(aten.to.dtype, loss, dtype)
     return replace(node, loss)
+
+
+def _by_rows(editor: Editor, node: fx.Node, x: fx.Node) -> fx.Node:
+    """[n, classes, d, ...] -> [n * d * ..., classes], of what it was made of where that has its classes last."""
+    emit, order = editor.at(node), [0, *range(2, x.meta[VAL].dim()), 1]
+    if len(order) == 3 and x.target is aten.transpose.int and {*x.args[1:]} == {1, 2}:
+        x = x.args[0]
+    elif len(order) == 3:
+        x = emit(aten.transpose.int, x, 1, 2)
+    else:
+        x = emit(aten.permute.default, x, order)
+    *rows, classes = x.meta[VAL].shape
+    return emit(aten.reshape.default, x, [editor.arg(math.prod(rows)), editor.arg(classes)])
 
 
 def _over_classes(emit: Builder, logs: fx.Node, weight: fx.Node | None) -> fx.Node:

@@ -109,15 +109,41 @@ def test_attention_with_dropout_is_our_op(causal: bool) -> None:
 
 
 def test_loss_that_stays_as_captured() -> None:
-    model = Function(
-        lambda m, x, ids: F.cross_entropy((x * m.w).transpose(1, 2), ids, label_smoothing=0.1), {"w": (8,)}
-    )
+    model = Function(lambda m, x, ids: F.cross_entropy((x * m.w)[0, 0], ids[0, 0]), {"w": (8,)})
     program = capture_call(model, (x_of(), ids_of()))
     canonicalize_program(program)
     assert str(program.notes[0]).startswith(
-        "canonicalize: cross entropy with logits of 3 dims is left as captured (no vocab sharding)"
+        "canonicalize: cross entropy with logits of 1 dims is left as captured (no vocab sharding)"
     )
     assert program.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_classes_in_the_middle(reduction: str) -> None:
+    """[n, classes, d, ...], also with weights, smoothing, ignored targets and probabilities."""
+
+    def fn(m: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y, w = x * m.w, m.w.detach().abs()
+        losses = [
+            F.cross_entropy(y.transpose(1, 2), ids, ignore_index=2, reduction=reduction),
+            F.cross_entropy(y.transpose(1, 2), ids, weight=w, label_smoothing=0.1, reduction=reduction),
+            F.cross_entropy(y.transpose(1, 2), y.transpose(1, 2).detach().softmax(1), weight=w, reduction=reduction),
+            F.nll_loss(y.transpose(1, 2).log_softmax(1), ids, reduction=reduction),
+            F.cross_entropy(
+                y.movedim(2, 1).unsqueeze(-1).expand(-1, -1, -1, 2), ids.unsqueeze(-1).expand(-1, -1, 2), w
+            ),
+        ]
+        return sum((k + 1) * loss.square().mean() for k, loss in enumerate(losses))
+
+    model, x, ids = Function(fn, {"w": (8,)}), x_of(), ids_of()
+    program = capture_call(model, (x, ids))
+    canonicalize_program(program)
+    assert len(program.graph.find_nodes(op="call_function", target=torch.ops.megafx.cross_entropy.default)) == 4
+    assert not program.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+    wanted, found = model(x, ids), run_program(program, model, (x, ids))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(found, x), torch.autograd.grad(wanted, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def _refused(fn: Callable[..., Any]) -> str:

@@ -269,3 +269,36 @@ def weighted_and_smoothed_labels_and_probabilities(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loop.mean(loss))
     loop.see_gradients(model)
+
+
+class Tagger(nn.Module):
+    """Tokens [rows, length] -> scores [rows, classes, length], and how alike both directions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.both = nn.Embedding(11, 6), nn.LSTM(6, 5, batch_first=True, bidirectional=True)
+        self.cell, self.head = nn.GRUCell(10, 7), nn.Linear(7, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        y, _ = self.both(self.embed(ids))
+        state, states = torch.where(ids[:, :1] > 5, 0.5, -0.5).to(y.dtype).expand(-1, 7), []
+        for i in range(ids.shape[1]):
+            state = self.cell(y[:, i], state)
+            states.append(state)
+        alike = F.cosine_similarity(*y.chunk(2, -1), dim=-1)
+        return F.cross_entropy(self.head(torch.stack(states, 1)).transpose(1, 2), labels, ignore_index=3), alike
+
+
+@situation(
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",
+    data=("ddp", "fsdp"),
+    like="statistics_beside_rows_without_a_loss",
+)
+def a_tagger_of_recurrent_modules(loop: Loop) -> None:
+    model = loop.model(Tagger())
+    for _ in range(2):
+        ids, labels = loop.rows(torch.randint(0, 11, (4, 3))), loop.rows(torch.randint(0, 4, (4, 3)))
+        loss, alike = model(ids, labels)
+        (loss + (1 - alike).mean()).backward()
+        loop.see(loss=loss, alike=loop.mean(alike.mean()))
+    loop.see_gradients(model)
