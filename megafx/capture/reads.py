@@ -84,7 +84,7 @@ IGNORED = frozenset(
         "_output_capturing_hooks_installed",
         "_call_impl",  # which a capture replaces
     ]
-)
+) - {"_non_persistent_buffers_set"}  # which register_buffer changes
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
 # Methods that code calls without naming them.
 _OF_CLASSES = ("__new__", "__init__", "__call__", "__class_getitem__", "forward", "backward", "setup_context")

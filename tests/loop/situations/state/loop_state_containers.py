@@ -226,3 +226,28 @@ def arrays_that_forward_changes_are_named(loop: Loop) -> None:
     model.fixed = fixed
     _train(loop, model)
     loop.see(held=model.container)
+
+
+class Rotated(nn.Module):
+    """A table that is no part of a checkpoint is made for the longest sequence so far; another one becomes a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.longest = nn.Linear(4, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.register_buffer("table", torch.arange(float(self.longest)).cos(), persistent=False)
+            self.register_buffer("seen", torch.tensor(self.longest), persistent=self.longest > 3)
+        return self.proj(x) * self.table[: x.shape[1], None]
+
+
+@situation("https://github.com/huggingface/transformers/issues/27049", slow=(2,))
+def tables_that_are_not_saved_grow_in_forward(loop: Loop) -> None:
+    model = loop.model(Rotated())
+    for count in (2, 5, 3):
+        out = model(torch.randn(3, count, 4))
+        out.square().mean().backward()
+        loop.see(out=out, saved=[*model.state_dict()], longest=model.longest)
+    loop.see_gradients(model)
