@@ -73,7 +73,7 @@ class Heads(nn.Module):
         return (y * options.get("turn", 1j)).imag.square().sum() + sum(y[0, i] for i in options.get("places", range(2)))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/135859")
+@situation("https://github.com/pytorch/pytorch/issues/135859", like="covariances_and_correlations")
 def arguments_are_enums_dtypes_slices_and_complex_numbers(loop: Loop) -> None:
     """Each value has a graph of its own."""
     model = loop.model(Heads())

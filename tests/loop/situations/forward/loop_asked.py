@@ -127,7 +127,7 @@ def _by_attribute(module: nn.Module) -> Iterator[None]:
         p.requires_grad = True
 
 
-@situation(FROZEN)
+@situation(FROZEN, like="batches_are_dicts_with_defaults_and_deques")
 def forward_freezes_a_critic_for_one_of_its_losses(loop: Loop) -> None:
     for freezing in (_by_method, _by_attribute):
         model = loop.model(Adversarial(freezing))
@@ -171,7 +171,10 @@ class Teaches(nn.Module):
         return self.linear(x) * scale - self.teacher(x)
 
 
-@situation("https://github.com/lucidrains/byol-pytorch/blob/master/byol_pytorch/byol_pytorch.py")
+@situation(
+    "https://github.com/lucidrains/byol-pytorch/blob/master/byol_pytorch/byol_pytorch.py",
+    like="forward_asks_how_its_argument_was_computed",
+)
 def forward_puts_its_teacher_into_evaluation(loop: Loop) -> None:
     model = loop.model(Teaches())
     for mode in (True, None, None, True, False):

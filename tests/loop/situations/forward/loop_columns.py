@@ -43,7 +43,7 @@ def columns_are_permuted(loop: Loop) -> None:
     run(loop, lambda x: x[..., PERM], lambda x: x[:, :, PERM[:3].repeat(3)[:8]])
 
 
-@situation(SOURCE)
+@situation(SOURCE, like="columns_are_written")
 def columns_are_selected_and_gathered(loop: Loop) -> None:
     run(
         loop,

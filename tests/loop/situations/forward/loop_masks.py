@@ -55,7 +55,7 @@ def run(loop: Loop, *masks: Mask, library: Callable[..., Tensor] | None = None, 
         loop.see_gradients(model)
 
 
-@situation(APEX)
+@situation(APEX, like="padding_and_causal_are_filled")
 def padding_is_filled(loop: Loop) -> None:
     run(
         loop,
@@ -64,7 +64,7 @@ def padding_is_filled(loop: Loop) -> None:
     )
 
 
-@situation(APEX, like="padding_is_filled")
+@situation(APEX, like="padding_and_causal_are_filled")
 def padding_is_filled_by_tensors_and_minus_infinity(loop: Loop) -> None:
     run(
         loop,
@@ -74,7 +74,7 @@ def padding_is_filled_by_tensors_and_minus_infinity(loop: Loop) -> None:
     )
 
 
-@situation(APEX)
+@situation(APEX, like="padding_and_causal_are_filled")
 def padding_is_added(loop: Loop) -> None:
     run(
         loop,
@@ -102,7 +102,7 @@ def padding_and_causal_are_filled_in_other_ways(loop: Loop) -> None:
     )
 
 
-@situation(LEFT)
+@situation(LEFT, like="padding_and_causal_are_filled")
 def padding_and_causal_are_added(loop: Loop) -> None:
     """Hugging Face's eager mask; and the sum of two masks, which is another number where both hide."""
     run(
@@ -112,7 +112,7 @@ def padding_and_causal_are_added(loop: Loop) -> None:
     )
 
 
-@situation(LEFT, like="padding_and_causal_are_added")
+@situation(LEFT, like="padding_and_causal_are_filled")
 def padding_and_causal_are_added_in_other_ways(loop: Loop) -> None:
     def twice(z: Tensor, keep: Tensor, past: Tensor) -> Tensor:
         low = torch.finfo(z.dtype).min

@@ -121,7 +121,7 @@ def backward_reads_masks_and_labels(loop: Loop) -> None:
         step(loop, of_class, x, labels)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774")
+@situation("https://github.com/pytorch/pytorch/issues/115774", like="backward_reads_a_global_and_its_class")
 def a_limit_of_a_function_is_annealed(loop: Loop) -> None:
     model, x = loop.model(Limited(Clamped.apply)), torch.randn(4, 6)
     for limit in (0.3, 0.5, 0.7):
@@ -250,7 +250,7 @@ class Scaled(Net):
         return (self.down(y) * self.limit).sum()
 
 
-@situation("https://discuss.pytorch.org/t/gradient-clipping/2836")
+@situation("https://discuss.pytorch.org/t/gradient-clipping/2836", like="backward_reads_masks_and_labels")
 def backward_bounds_and_guards_what_is_rare(loop: Loop) -> None:
     for function, scale in ((Bounded, 1e3), (Guarded, float("nan")), (OneAtZero, 1.0)):
         model = loop.model(Scaled(function.apply))

@@ -48,7 +48,7 @@ def a_first_call_with_one_row(loop: Loop) -> None:
     _calls(loop, lambda h: h * 2 if h.shape[0] == 1 else h, (1, 4), (3, 4), (1, 6))
 
 
-@situation("https://github.com/pytorch/pytorch/pull/170264")
+@situation("https://github.com/pytorch/pytorch/pull/170264", like="an_even_length")
 def squeeze_takes_the_batch_away_where_it_is_one_row(loop: Loop) -> None:
     _calls(loop, lambda h: h.mean(1).squeeze().cumsum(0), (3, 5), (1, 5))
 

@@ -152,7 +152,7 @@ class Solves(nn.Module):
         return torch.linalg.lstsq(a, b).solution
 
 
-@situation("https://github.com/pytorch/pytorch/issues/71222")
+@situation("https://github.com/pytorch/pytorch/issues/71222", like="forces_are_gradients_inside_of_a_submodule")
 def least_squares_in_a_submodule(loop: Loop) -> None:
     """Left eager. Its last bits depend on the address of its operands, and so on the rank."""
     solves = Solves()

@@ -61,7 +61,7 @@ class Two(nn.Module):
         return self.traced[0](self.down(h)) / rows  # type: ignore[no-any-return]  # of torch.jit
 
 
-@situation(GELU)
+@situation(GELU, like="a_function_of_torchscript_switches_gradients_off")
 def functions_of_torchscript_have_gradients(loop: Loop) -> None:
     for _ in range(4):  # TorchScript optimises, and differentiates by itself, what has run before
         bias_gelu(torch.ones(12, requires_grad=True), torch.randn(4, 12)).sum().backward()

@@ -105,7 +105,11 @@ class Periods(nn.Module):
         return x + sum(folds)
 
 
-@situation("https://github.com/thuml/Time-Series-Library/issues/73", slow=(2,))
+@situation(
+    "https://github.com/thuml/Time-Series-Library/issues/73",
+    slow=(2,),
+    like="a_function_of_torchscript_decides_by_data",
+)
 def periods_that_numpy_holds(loop: Loop) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,7 +122,7 @@ def periods_that_numpy_holds(loop: Loop) -> None:
         loop.see_gradients(model)
 
 
-@situation(BY_DATA)
+@situation(BY_DATA, like="a_part_that_stays_eager_raises_for_some_data")
 def an_early_exit_by_data(loop: Loop) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -248,7 +252,7 @@ class Speech(nn.Module):
         return self.down(torch.relu(self.up(h))).square().mean()
 
 
-@situation("https://github.com/SWivid/F5-TTS/blob/main/src/f5_tts/model/backbones/dit.py")
+@situation("https://github.com/SWivid/F5-TTS/blob/main/src/f5_tts/model/backbones/dit.py", like="nested_batches")
 def text_is_cut_at_a_length_that_data_has(loop: Loop) -> None:
     """How many positions a slice has, neither its start nor its end says: the module is left eager."""
     model = loop.model(Speech())

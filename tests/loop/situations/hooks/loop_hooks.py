@@ -137,7 +137,10 @@ def gradients_of_recorded_features(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://discuss.pytorch.org/t/how-to-scale-gradient-of-a-module/81390")
+@situation(
+    "https://discuss.pytorch.org/t/how-to-scale-gradient-of-a-module/81390",
+    like="a_learned_vector_of_the_users_in_a_hook",
+)
 def a_hook_on_a_tensor_scales_its_gradient(loop: Loop) -> None:
     def halve(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         output.register_hook(lambda grad: grad * 0.5)
@@ -171,7 +174,7 @@ def hooks_change_outputs(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/35643")
+@situation("https://github.com/pytorch/pytorch/issues/35643", like="hooks_change_outputs")
 def hooks_take_keyword_arguments(loop: Loop) -> None:
     seen: list[Any] = []
 
@@ -267,7 +270,7 @@ def hooks_on_parameters(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/28594")
+@situation("https://github.com/pytorch/pytorch/issues/28594", like="an_adapter_is_added_later")
 def hooks_that_make_weights(loop: Loop) -> None:
     """weight_norm and pruning set the weight in a pre-hook: it is part of the graph."""
     import torch.nn.utils.prune as prune

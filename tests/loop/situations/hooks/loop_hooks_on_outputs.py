@@ -64,7 +64,7 @@ def gradients_of_outputs_are_retained(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation(HOOKED)
+@situation(HOOKED, like="gradients_of_a_loss_with_respect_to_what_it_depends_on")
 def a_hook_on_an_output_that_another_call_takes(loop: Loop) -> None:
     """The second model has a part that a loss may leave out, and a gradient of its input only through the other one."""
     seen: list[Any] = []

@@ -129,7 +129,11 @@ class Truncated(nn.Module):
         return self.out(new).square().mean(), new, mixed
 
 
-@situation("https://discuss.pytorch.org/t/implementing-truncated-backpropagation-through-time/15500", data=("ddp",))
+@situation(
+    "https://discuss.pytorch.org/t/implementing-truncated-backpropagation-through-time/15500",
+    data=("ddp",),
+    like="a_linear_under_no_grad_is_merged_with_another",
+)
 def a_state_is_detached_in_forward(loop: Loop) -> None:
     """It has the history of an earlier call, whose backward has run: nothing of that is in the loss."""
     for which in (1, 2):
@@ -211,7 +215,7 @@ class Refined(nn.Module):
         return inner, outer, h
 
 
-@situation("https://github.com/openai/guided-diffusion", slow=(2,))
+@situation("https://github.com/openai/guided-diffusion", slow=(2,), like="a_loss_of_returned_parameters_alone")
 def forward_enters_enable_grad_in_calls_without_gradients(loop: Loop) -> None:
     model, x = loop.model(Refined()), torch.randn(4, 7)
     for around in (torch.no_grad(), nullcontext(), torch.no_grad(), torch.inference_mode()):

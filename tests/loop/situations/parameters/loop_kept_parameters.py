@@ -54,7 +54,7 @@ def an_optimizer_and_a_scheduler_are_made_before(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation(OPTIMIZER)
+@situation(OPTIMIZER, like="groups_of_kept_parameters_are_added")
 def optimizers_have_stepped_before(loop: Loop) -> None:
     kinds: list[tuple[Any, dict[str, Any]]] = [
         (torch.optim.AdamW, {"fused": True}),
@@ -256,7 +256,11 @@ class Tied(Model):
         return super().forward(self.norm(self.average(x))) + self.again(x).square().mean()
 
 
-@situation("https://discuss.pytorch.org/t/saving-model-state-dict-the-best-model-is-overwritten/107013", data=FORMS)
+@situation(
+    "https://discuss.pytorch.org/t/saving-model-state-dict-the-best-model-is-overwritten/107013",
+    data=FORMS,
+    like="a_part_of_a_buffer_is_written_through_data",
+)
 def whole_tensors_of_the_best_step_are_kept(loop: Loop) -> None:
     model = loop.model(Tied())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

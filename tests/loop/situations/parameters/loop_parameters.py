@@ -110,7 +110,7 @@ class Penalised(Mlp):
         return super().forward(x) + 0.1 * (w @ w.t() - eye).square().sum()
 
 
-@situation(PENALTY)
+@situation(PENALTY, like="embedding_with_padding_and_scaled_gradients")
 def weights_are_kept_orthogonal_inside_of_forward(loop: Loop) -> None:
     for hidden in BOTH:
         model = loop.model(Penalised(hidden))
@@ -209,7 +209,7 @@ def a_target_network_follows(loop: Loop) -> None:
         loop.see(value=target(torch.ones(2, 8)))
 
 
-@situation(EMA)
+@situation(EMA, like="a_penalty_before_the_first_call")
 def parameters_become_a_vector_and_back(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)

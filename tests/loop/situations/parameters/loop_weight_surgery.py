@@ -44,7 +44,7 @@ def weights_are_changed_while_they_are_whole(loop: Loop) -> None:
         loop.see_state(model)
 
 
-@situation(VECTOR)
+@situation(VECTOR, like="a_penalty_before_the_first_call")
 def gradients_are_changed_while_they_are_whole(loop: Loop) -> None:
     for hidden in BOTH:
         model = started(loop, hidden)

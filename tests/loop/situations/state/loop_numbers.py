@@ -70,7 +70,7 @@ def a_loss_is_returned_beside_its_number(loop: Loop) -> None:
     train(loop, returned)
 
 
-@situation(LOGS)
+@situation(LOGS, like="a_loss_is_returned_beside_its_number")
 def numbers_are_in_a_dataclass(loop: Loop) -> None:
     """Truth values, numbers below 0, lists, a number of rows among dtypes and members of an Enum."""
 
@@ -264,7 +264,7 @@ def a_temperature_follows_from_a_counter(loop: Loop) -> None:
         assert model.megafx.captures <= 2
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774")
+@situation("https://github.com/pytorch/pytorch/issues/115774", like="numbers_that_forward_counts_are_returned")
 def names_are_made_of_sizes(loop: Loop) -> None:
     """Keys with sizes in them, in what is returned and what is kept; what is printed changes nothing."""
 

@@ -150,7 +150,11 @@ class Branches(nn.Module):
         return self.stack(both).square().mean()
 
 
-@situation("https://github.com/pytorch/pytorch/issues/115774", slow=(2,))
+@situation(
+    "https://github.com/pytorch/pytorch/issues/115774",
+    slow=(2,),
+    like="forward_asks_whether_its_argument_is_contiguous",
+)
 def a_dict_is_put_into_another_order(loop: Loop) -> None:
     model, x = loop.model(Branches()), torch.randn(4, 8)
     _step(loop, model, x)
@@ -175,7 +179,7 @@ class Annealed(nn.Module):
         return (out - self.target).square().mean() + self.beta * out.abs().mean()
 
 
-@situation("https://github.com/huggingface/peft/issues/2860")
+@situation("https://github.com/huggingface/peft/issues/2860", like="descriptors_compute_what_forward_reads")
 def a_coefficient_is_annealed(loop: Loop) -> None:
     model, x = loop.model(Annealed()), torch.randn(4, 8)
     for i in range(6):
@@ -218,7 +222,7 @@ class Recording(nn.Module):
         return self.down(h).square().mean()
 
 
-@situation("https://github.com/NVIDIA/Megatron-LM/issues/1652")
+@situation("https://github.com/NVIDIA/Megatron-LM/issues/1652", like="functions_closures_and_globals_count")
 def a_loss_that_forward_stores_is_added(loop: Loop) -> None:
     model = loop.model(Recording())
     for rows in (4, 5, 3):
@@ -310,7 +314,7 @@ class Heads(nn.Module):
         return self.heads[self.active](torch.relu(self.body(x))).square().mean()
 
 
-@situation("https://github.com/huggingface/peft/issues/1045")
+@situation("https://github.com/huggingface/peft/issues/1045", like="forward_asks_whether_its_argument_is_contiguous")
 def one_of_several_heads_is_chosen(loop: Loop) -> None:
     model = loop.model(Heads())
     for active in (0, 1, 0, 1):

@@ -116,7 +116,7 @@ def _rate_of(model: nn.Module) -> Any:
     return model.rate * model.__class__.rate  # type: ignore[operator]  # numbers
 
 
-@situation(STALE)
+@situation(STALE, like="descriptors_compute_what_forward_reads")
 def classes_are_reached_by_attributes_functions_and_by_their_relatives(loop: Loop) -> None:
     changes: list[Callable[[], object]] = [
         lambda: setattr(Measure, "scale", 3.0),

@@ -223,7 +223,7 @@ def blocks_share_a_list_of_losses(loop: Loop) -> None:
         loop.see_gradients(model)
 
 
-@situation(WRITES, ranks=(1,))
+@situation(WRITES, ranks=(1,), like="functions_closures_and_globals_count")
 def buffers_and_histories_are_made_in_forward(loop: Loop) -> None:
     class Model(Mlp):
         def __init__(self) -> None:
@@ -310,7 +310,7 @@ def names_that_code_only_tests_stand_for_something_else(loop: Loop) -> None:
     _step(loop, model)
 
 
-@situation(READS, ranks=(1,))
+@situation(READS, ranks=(1,), like="state_of_the_process_is_changed")
 def blocks_have_closures_of_their_own(loop: Loop) -> None:
     """Each block's function has a variable of the same name, which a schedule changes, and so has a context."""
 
@@ -350,7 +350,10 @@ class Registry(collections.OrderedDict[str, Any]):
 REGISTRY = Registry(relu=nn.ReLU, gelu=nn.GELU, tanh=nn.Tanh)
 
 
-@situation("https://github.com/huggingface/transformers/blob/main/src/transformers/models/mamba/modeling_mamba.py")
+@situation(
+    "https://github.com/huggingface/transformers/blob/main/src/transformers/models/mamba/modeling_mamba.py",
+    like="state_of_the_process_is_changed",
+)
 def a_registry_makes_what_it_gives_out(loop: Loop) -> None:
     class Model(Mlp):
         name = "gelu"

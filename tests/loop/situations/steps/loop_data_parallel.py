@@ -127,7 +127,10 @@ def soft_labels_and_means_by_class(loop: Loop) -> None:
 
 
 @situation(
-    "https://discuss.pytorch.org/t/forward-hooks-and-distributeddataparallel/75205", ranks=(1,), data=("ddp", "fsdp")
+    "https://discuss.pytorch.org/t/forward-hooks-and-distributeddataparallel/75205",
+    ranks=(1,),
+    data=("ddp", "fsdp"),
+    like="hooks_change_outputs",
 )
 def a_hook_records_where_each_rank_has_its_own_batch(loop: Loop) -> None:
     """Refused with one loss of all rows, whose activations a hook would see in part; the advice is followed."""

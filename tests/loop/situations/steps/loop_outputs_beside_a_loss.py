@@ -122,7 +122,10 @@ class Noisy(nn.Module):
         return {"loss": F.cross_entropy(out, y), "out": out * self.temperature, "h": h, "target": target}
 
 
-@situation("https://github.com/pytorch/pytorch/issues/67043")
+@situation(
+    "https://github.com/pytorch/pytorch/issues/67043",
+    like="weights_that_are_not_finite_are_mended_before_they_are_used",
+)
 def buffers_are_written_once_where_a_call_is_computed_again(loop: Loop) -> None:
     model = loop.model(Noisy())
     for _ in range(3):

@@ -90,7 +90,7 @@ def a_scalar_without_gradient_is_returned_for_the_log(loop: Loop) -> None:
     trains(loop, ScalarForTheLog())
 
 
-@situation("https://github.com/pytorch/pytorch/issues/109053")
+@situation("https://github.com/pytorch/pytorch/issues/109053", like="batches_are_dicts_with_defaults_and_deques")
 def inputs_parameters_and_constants_are_returned(loop: Loop) -> None:
     trains(loop, Others(), inputs_require_grad=True)
 

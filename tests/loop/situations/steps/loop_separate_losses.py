@@ -28,7 +28,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6), torch.randn(4)
 
 
-@situation("https://github.com/pytorch/rl/issues/1187")
+@situation("https://github.com/pytorch/rl/issues/1187", like="gradients_of_one_head_and_then_a_backward_of_the_other")
 def an_actor_and_a_critic_are_differentiated_one_after_another(loop: Loop) -> None:
     model = loop.model(Towers())
     optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in (model.actor, model.critic)]
@@ -69,7 +69,7 @@ def two_losses_behind_a_trained_trunk_want_retain_graph(loop: Loop) -> None:
     loop.see(refused=_refused(critic))
 
 
-@situation("https://github.com/pytorch/rl/issues/1187")
+@situation("https://github.com/pytorch/rl/issues/1187", like="a_linear_under_no_grad_is_merged_with_another")
 def losses_that_share_sums_alone(loop: Loop) -> None:
     """A shift that is added to the input of both: its backward needs no value."""
 

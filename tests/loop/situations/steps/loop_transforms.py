@@ -23,7 +23,7 @@ class Plain(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/138422")
+@situation("https://github.com/pytorch/pytorch/issues/138422", like="forward_asks_how_its_argument_was_computed")
 def a_compiled_training_step(loop: Loop) -> None:
     model, x = loop.model(Plain()), torch.randn(3, 8)
 

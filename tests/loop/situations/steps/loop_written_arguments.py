@@ -66,7 +66,7 @@ def an_input_is_scaled_under_no_grad_and_by_detach(loop: Loop) -> None:
     train(loop, Net(write), rows)
 
 
-@situation(CACHE)
+@situation(CACHE, like="a_part_of_a_buffer_is_written_through_data")
 def rows_and_columns_of_an_input_are_replaced(loop: Loop) -> None:
     def write(x: Tensor, other: Tensor) -> None:
         x[:, 0] = 1.0
@@ -195,7 +195,7 @@ def an_input_is_written_after_it_was_used(loop: Loop) -> None:
             loop.see(loss=model(x), x=x)
 
 
-@situation(LEAF)
+@situation(LEAF, like="a_check_has_a_message_with_numbers")
 def outputs_beside_the_loss_of_a_call_that_writes(loop: Loop) -> None:
     """The call is computed once more for their gradients: from what the argument was."""
 
