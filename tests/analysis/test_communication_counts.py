@@ -67,6 +67,7 @@ def _sum(found: list[Communication]) -> int:
     return sum(c.bytes_moved for c in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "t"), CASES)
 def test_tensor_parallel_layers(name: str, t: int) -> None:
     found = communication(_program(name, t, False), t)

@@ -104,6 +104,7 @@ def test_no_square_of_the_sequence_is_left() -> None:
             assert len(dynamic) == len(set(dynamic)), f"{node} {tuple(value.shape)}"
 
 
+@pytest.mark.slow
 def test_t5_keeps_one_bias_for_the_batch() -> None:
     """With padding the mask is the bias of [1, n, s, t], and the key_mask is [b, t]: nothing of [b, n, s, t] is made."""
     program = capture_call(_model("T5ForConditionalGeneration", T5), (), _inputs(2, 16, True))
@@ -123,6 +124,7 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
             assert value.shape[0] == 1 or str(value.shape[2]) not in lengths or str(value.shape[3]) not in lengths, node
 
 
+@pytest.mark.slow
 def test_packed_positions_are_segments_and_a_users_mask_stays() -> None:
     """Packed sequences by position_ids: their documents are segments; a 4-D mask: as transformers computes it."""
     model, inputs = _model("LlamaForCausalLM", GROUPED), _inputs(2, 16, False) | {"use_cache": False}

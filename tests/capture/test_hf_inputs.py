@@ -201,6 +201,7 @@ def _compare(model: Any, program: Program, kwargs: dict[str, Any], tolerance: fl
             assert float((a - b).norm()) <= tolerance * max(float(b.norm()), 1e-4 * greatest)
 
 
+@pytest.mark.slow
 def test_t5_without_decoder_ids_shifts_labels() -> None:
     model = _model("t5")
     kwargs = {k: v for k, v in synthesize_inputs(model)[1].items() if k != "decoder_input_ids"}

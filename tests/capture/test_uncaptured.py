@@ -81,6 +81,7 @@ def build(act: Any = None, after: Any = None) -> Net:
     return Net(act, after).double()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:megafx cannot capture")
 @pytest.mark.parametrize("t", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_exact_on_ranks(t: int) -> None:

@@ -99,6 +99,7 @@ class Layer(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, 3])
 def test_all_ranks_gather_the_same_parameters_in_backward(t):
     """Also a bias that the first rank alone adds."""

@@ -254,6 +254,7 @@ class Dispatch(nn.Module):
         return (x + torch.einsum("tec,ech->th", combine, made).view(x.shape)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("batched", [False, True])
 def test_experts_behind_an_einsum_dispatch_are_sharded(batched: bool, t: int) -> None:

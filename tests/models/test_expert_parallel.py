@@ -97,6 +97,7 @@ class InDoubles(nn.Module):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [

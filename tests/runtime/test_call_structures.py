@@ -40,6 +40,7 @@ def assert_exact(model: nn.Module, call: dict[str, Any], t: int, **config: Any) 
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "t"), list(each(STRUCTURES)))
 def test_structure(name: str, t: int) -> None:
     build, call = STRUCTURES[name]
@@ -120,6 +121,7 @@ def test_all_parameters_frozen() -> None:
     assert made.wrt == []
 
 
+@pytest.mark.slow
 def test_prompt_tuning() -> None:
     """All parameters are frozen; embeddings that the caller gives get their gradient, through the shards."""
     build, call = STRUCTURES["embeddings with gradients"]

@@ -16,6 +16,7 @@ import megafx
 from megafx.testing import make_context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_two_graphs_give_eagers_tokens(name: str) -> None:
     """Twenty tokens of every kind of search after prompts with padding, and one graph for all prompts and one for all tokens

@@ -211,6 +211,7 @@ def test_verify_of_other_outputs(options: dict[str, Any], loss: bool) -> None:
     assert verdict and max(verdict.gradients.values()) > 0, "nothing was compared"
 
 
+@pytest.mark.slow
 def test_verify_allows_what_the_models_own_casts_round() -> None:
     """HF computes the loss in fp32, in an fp64 model too."""
     plain, inputs = zoo.build("gpt2")

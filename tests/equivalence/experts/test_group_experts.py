@@ -140,7 +140,6 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
     assert not model.moe.experts[2].gate.weight.grad.any() and model.moe.experts[0].gate.weight.grad.any()
 
 
-@pytest.mark.slow
 def test_knob_and_what_is_left_alone() -> None:
     assert grouped(Net(Gated, False, "index_add", experts=2).double(), moe_grouped_gemm=False) == (0, [])
     frozen = Net(Gated, False, "index_add", experts=2).double()

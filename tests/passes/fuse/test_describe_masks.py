@@ -335,6 +335,7 @@ def test_buffers_are_read_and_watched():
     assert parallel.megafx.captures == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [1, 3])
 def test_padded_batches_of_an_eager_model(t):
     """Left and right padding under a causal mask, whole and sharded: loss and gradients of the canonical graph."""
