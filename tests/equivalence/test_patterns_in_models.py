@@ -121,6 +121,7 @@ def test_what_is_left_in_eval(name):
     check(name, IN_EVAL[name], training=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_eager_attention_is_the_same(name):
     """Where transformers hands a 4-D mask to a chain that is written out."""

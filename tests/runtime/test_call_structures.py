@@ -201,6 +201,7 @@ def test_adapters_that_come_late(called: bool) -> None:
         torch.testing.assert_close(param.grad, gradients.get(name), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_are_sharded_with_their_linears() -> None:
     """At a size at which sharding pays: the wide side of an adapter is cut as its linear's is; nothing is made."""
     peft = pytest.importorskip("peft")

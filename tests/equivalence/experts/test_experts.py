@@ -142,6 +142,7 @@ def test_routers_of_one_expert(choose: Callable[[Tensor], tuple[Tensor, Tensor]]
     assert check(Switch(choose).double(), t)["down"].is_shard
 
 
+@pytest.mark.slow
 def test_experts_one_after_the_other() -> None:
     params = check(Mixture(listed).double(), 2)
     assert params["down"].is_shard

@@ -50,6 +50,7 @@ def test_form(name: str, t: int, sp: Any) -> None:
     assert none == (off if name in moe.BRANCHING else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [moe.where_add_in_place, moe.boolean_of_own])
 def test_one_reduction_for_the_whole_mixture(form: Any) -> None:
     """Summands go through the index_adds, into zeros too: one all-reduce forward, one of the gradient of the tokens."""
