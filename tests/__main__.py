@@ -6,10 +6,10 @@ python -m tests --slow     what CI leaves out (`make test-slow`): more ranks, op
                            (most random plans and cells, the Hugging Face Trainer on ranks, killed runs)
 python -m tests --all      both
 
-The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 26 (1,574 s) on 2026-11-29; since then a sixth of the CPU
-time of its tests is gone, which makes about 22. A sixth is tests/loop, a seventh gloo ranks. What is left out has a relative that
-is not, and takes no step from line to line of megafx that is not taken by default: `like` of a situation, ONE_IN (conftest.py),
-`slow` of a check on ranks. Tests marked gpu or dist need a CUDA device, or start processes; they skip where they cannot run.
+The aim on two cores: 3 minutes for --quick, 20 without an option. CI took 26 (1,574 s) on 2026-11-29; since then a sixth of the
+CPU time of its tests is gone, which makes about 22. A sixth of it is tests/loop, a seventh gloo ranks. What is left out has a
+relative that is not: `like` of a situation, ONE_IN (conftest.py), `slow` of a check on ranks. Tests marked gpu or dist need a
+CUDA device, or start processes; they skip where they cannot run.
 `make test-models` computes the whole table of models.
 """
 
