@@ -51,6 +51,12 @@ _ANY = (
     "do not ask: code on zero rows contributes nothing, and a mask in which nothing is true changes nothing; or select the "
     "rows and ask by `rows.numel() == 0` whether there are any",
 )
+_DRAW = (
+    "a Python decision (`if`, `while`) depends on a number that forward draws: a graph would keep the answer",
+    "compute both, and let the number choose, for example x = torch.where(torch.rand(()) < p, x, layer(x)); or draw before the "
+    "call, and pass the answer as an argument",
+)
+_DRAWS = re.compile(r"\b(rand|rand_like|randn|randint|bernoulli)\(")
 _LOOP = (
     "a Python loop runs over a tensor whose length the data decides",
     "loop over all that there may be (`for e, expert in enumerate(self.experts)`): code on zero rows contributes nothing",
@@ -290,6 +296,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
     if "TensorWrapper" in message:
         return TRANSFORM
     if "GuardOnDataDependent" in name or "data-dependent" in message:
+        if _DRAWS.search(code) and re.search(r"\b(if|while)\b", code):
+            return _DRAW
         if ".item(" in code or ".tolist(" in code:
             return _ITEM
         if "nonzero" in code or "unique" in code:

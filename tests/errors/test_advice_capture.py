@@ -99,6 +99,16 @@ DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: m.lin(x) if x.sum() > 0 else x,
         lambda m, x: torch.where(x.sum() > 0, m.lin(x), x),
     ),
+    "a draw": (
+        "a Python decision (`if`, `while`) depends on a number that forward draws: a graph would keep the answer",
+        lambda m, x: x if torch.rand(()) < -1.0 else m.lin(x),
+        lambda m, x: torch.where(torch.rand(()) < -1.0, x, m.lin(x)),
+    ),
+    "a number of a draw": (
+        "a Python decision (`if`, `while`) depends on a number that forward draws: a graph would keep the answer",
+        lambda m, x: x if m.training and torch.rand(1).item() > 2.0 else m.lin(x),
+        lambda m, x: torch.where(torch.rand(()) > 2.0, x, m.lin(x)),
+    ),
     "a number": (
         "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `.numpy()`, `int(tensor)`)",
         lambda m, x: m.lin(x) * x.max().item(),
