@@ -27,7 +27,8 @@ def verified(model: Model, mesh: dict[str, int], *passes: Any, experts: int = 2,
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"dp": 2, "tp": 2}, {"check": 2}),
+        ({"dp": 2, "tp": 2}, {}),
+        pytest.param({"dp": 2, "tp": 2}, {"check": 2}, marks=pytest.mark.slow),
         ({"dp": 3}, {"experts": 3}),
         pytest.param({"dp": 4}, {"experts": 4, "data_parallel": "fsdp"}, marks=SLOW),
         pytest.param({"dp": 4, "tp": 2}, {"data_parallel": "fsdp"}, marks=SLOW),

@@ -46,7 +46,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"dp": 2, "tp": 2}, {"check": 2}),
+        ({"dp": 2, "tp": 2}, {}),
+        pytest.param({"dp": 2, "tp": 2}, {"check": 2}, marks=SLOW),
         ({"dp": 3}, {"experts": 3}),  # two experts, two, and none
         pytest.param({"dp": 4}, {"experts": 4, "data_parallel": "fsdp"}, marks=SLOW),
         pytest.param({"dp": 4}, {"data_parallel": "zero1"}, marks=SLOW),
