@@ -34,14 +34,17 @@ _COMPOSITES = aten_ops(
 
 def made_of_others(editor: Editor) -> int:
     count = 0
-    while nodes := [n for n in editor.graph.nodes if n.target in _COMPOSITES and not _writes_statistics(n)]:
+    while nodes := [n for n in editor.graph.nodes if n.target in _COMPOSITES and not _is_kept(n)]:
         count += len(nodes)
         for node in nodes:
             _take_apart(editor, node)
     return count
 
 
-def _writes_statistics(node: fx.Node) -> bool:
+def _is_kept(node: fx.Node) -> bool:
+    """True for norms that write statistics, and for differences of position ids, where documents begin (analysis/masks.py)."""
+    if node.target is torch.ops.aten.diff.default:
+        return not node.meta[VAL].is_floating_point()
     return node.target is torch.ops.aten.instance_norm.default and argument(node, "running_mean") is not None
 
 
