@@ -108,8 +108,8 @@ def _copy_ranges(parts: torch.Tensor, whole: torch.Tensor, dim: int, *, into_par
             part = parts[i] if i < t else parts[2 * t - 1 - i]
             pairs.append((part.narrow(dim, half * (i >= t), length), whole.narrow(dim, i * half, length)))
     if pairs:
-        ours, theirs = ([*x] for x in zip(*pairs, strict=True))
-        torch._foreach_copy_(*((ours, theirs) if into_parts else (theirs, ours)))
+        of_parts, of_whole = ([*x] for x in zip(*pairs, strict=True))
+        torch._foreach_copy_(*((of_parts, of_whole) if into_parts else (of_whole, of_parts)))  # to, from
 
 
 TENSORS = Ops()

@@ -59,14 +59,14 @@ def packed_attention(editor: Editor, node: fx.Node) -> bool:
     if reader is None or len(read) < sum(bool(user.users) for user in node.users) or not read.keys() <= {0, 1}:
         return False
     asked, operands = reader(node), node.args[:3]
-    if 1 in read and reader is _efficient:
+    if 1 in read and reader is _efficient:  # whose log-sum-exps are padded
         return False
     if asked is None or not all(map(is_tensor, operands)):
         return False
     q, k, _ = (x.meta[VAL] for x in operands)
     flags, emit, tokens, lse = asked.flags(), editor.at(node), q.shape[-3], None
     if flags is None or not editor.same(tokens, k.shape[-3]) or (asked.bias is not None and asked.ends[0] is not None):
-        if asked.p or 1 in read:  # its own kernel draws bits that depend on the process
+        if asked.p or 1 in read:  # its own kernel draws bits that depend on the process; the kept ops have one result
             return False
         op, *rest = asked.kept
         y = emit(op, *operands, *rest)

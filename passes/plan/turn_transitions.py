@@ -43,13 +43,12 @@ def turn_transitions(program: Program, context: CompileContext) -> int:
 def _in_order_of_memory(program: Program, node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """The operand of a transition as it lies in memory, and the dims that are swapped for it; None: as it is."""
     operand = node.args[0]
-    if operand.target is transpose:
-        value, *dims = operand.args
-        a, b = (dim % value.meta[VAL].dim() for dim in dims)
-        return value, a, b
-    value = operand.meta[VAL]
-    turned = any(user.target is transpose for user in node.users)
-    if turned and value.dim() == 4 and same_strides(value.transpose(1, 2), None):
+    shown = operand.meta[VAL]
+    if operand.target is transpose and not same_strides(shown, None):
+        a, b = (dim % shown.dim() for dim in operand.args[1:])
+        return operand.args[0], a, b
+    read_turned = any(user.target is transpose for user in node.users)
+    if read_turned and shown.dim() == 4 and same_strides(shown.transpose(1, 2), None):
         return Builder(program, node, operand, NAME)(transpose, operand, 1, 2), 1, 2
     return None
 
@@ -61,8 +60,7 @@ def _turn(program: Program, node: fx.Node, value: fx.Node, a: int, b: int) -> se
     moved = build(node.target, value, *ends, *node.args[3:])
     result = build(transpose, moved, a, b)
     placement = result.meta[PLACEMENT] = node.meta[PLACEMENT]
-    turned = {a: b, b: a}.get(placement.dim, placement.dim)
-    moved.meta[PLACEMENT] = replace(placement, dim=turned)
+    moved.meta[PLACEMENT] = replace(placement, dim={a: b, b: a}.get(placement.dim, placement.dim))
     node.replace_all_uses_with(result)
     program.graph.erase_node(node)
     dims = result.meta[VAL].dim()
