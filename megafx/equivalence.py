@@ -362,7 +362,7 @@ def sabotage_call(call: ExampleCall) -> Sabotage:
     mesh = Mesh({**({} if data is None else data.mesh), TENSOR_AXIS: t})
     ranks = {axis: len(groups[0]) for axis, groups in mesh.groups.items()}
     found = Sabotage(len(mesh.ranks))
-    counts = torch.ops.megafx.count_received.default  # with other numbers nothing runs
+    counts = torch.ops.megafx.room_needed.default  # with other numbers nothing runs
     for start in [node for node in collective_nodes(program.graph) if node.target is not counts]:
         for what, change in (("without", without), ("with another instead of", with_another)):
             with (

@@ -38,7 +38,7 @@ COLLECTIVES = STARTS | {
 # Ops that are exchanges as they are, each with its wait: tokens that travel to the ranks of their experts, and how many.
 mfx = torch.ops.megafx
 MOVES_TOKENS = {mfx.dispatch_rows.default, mfx.combine_rows.default}
-EXCHANGES = MOVES_TOKENS | {mfx.count_received.default, mfx.received_rows.default}
+EXCHANGES = MOVES_TOKENS | {mfx.room_needed.default, mfx.experts_received.default}
 COLLECTIVES |= dict.fromkeys(EXCHANGES, ALL_TO_ALL)
 
 
@@ -57,6 +57,11 @@ class Communication:
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that start a collective, in graph order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
+
+
+def meets_others(program: Program, axis: str) -> bool:
+    """True if forward of a LOWERED program has a collective on another axis than this one."""
+    return any(node.args[-1] != axis for node in collective_nodes(program.graph) if not in_backward(node))
 
 
 def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingProxyType({})) -> list[Communication]:

@@ -20,8 +20,8 @@ from megafx.ir.program import GIVEN, MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
 
 aten = torch.ops.aten
-# Ops of ours that run a user's code, or hold what one rank alone has.
-_NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.gather_region")
+# Ops of ours that run a user's code, hold what one rank alone has, or choose a number.
+_NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.gather_region", "megafx.room.")
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 

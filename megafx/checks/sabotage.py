@@ -109,7 +109,7 @@ def _alone(emit: Emit, start: fx.Node, t: int) -> fx.Node:
     """What a rank would compute of its own tokens, were they those that arrive."""
     if start.target not in MOVES_TOKENS:  # which row is whose
         return emit(aten.zeros_like.default, emit(start.target, *start.args))
-    x, places, _, _, rows, _, choices, entries, _ = start.args
+    x, places, _, rows, _, choices, entries, _ = start.args
     made = emit(start.target, *start.args)
     back = start.target is mfx.combine_rows.default
     tokens = emit(aten.sym_size.int, places, 0)

@@ -223,49 +223,46 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 # -- tokens that travel to the ranks of their experts: every argument differs from rank to rank
 
 
-def _count_received(given: Sequence[tuple[Any, ...]]) -> Values:
-    return [torch.stack([counts[r] for counts, _ in given]) for r in range(len(given))]
+def _room_needed(given: Sequence[tuple[Any, ...]]) -> Values:
+    return [torch.stack([counts for counts, _ in given]) for _ in given]
 
 
-def _received_rows(given: Sequence[tuple[Any, ...]]) -> Values:
+def _experts_received(given: Sequence[tuple[Any, ...]]) -> Values:
+    choices, experts = given[0][3:5]
     found = []
-    experts = given[0][4].shape[1] - 1
     for r in range(len(given)):
-        expert, rows, first = [], [], 0
-        for order, _, ids, places, counts, *_, choices, _ in given:
-            goes = (places[:, r] >= 0).long()
-            chosen = order[: int(counts[:, :-1].sum())].long()
-            chosen = chosen[ids[chosen] // experts == r]
-            token = first + (goes.cumsum(0) - goes)[chosen // choices]
-            expert.append(ids[chosen] % experts)
-            rows.append(token * choices + chosen % choices)
-            first += int(goes.sum())
-        found.append(torch.cat(rows)[torch.cat(expert).argsort(stable=True)])
+        parts = []
+        for ids, _, sent, *_ in given:
+            tokens = sent.view(len(given), -1)[r].tolist()
+            chosen = [ids[t * choices : (t + 1) * choices].tolist() if t >= 0 else [-1] * choices for t in tokens]
+            parts += [[e % experts if e // experts == r else experts for e in each] for each in chosen]
+        found.append(torch.tensor(parts, dtype=torch.int32).view(-1, choices))
     return found
 
 
 def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Tensor, int, Tensor]]:
     """(rank of the experts, rows there, rank of their tokens, rows of the tokens times choices, and their choices)."""
-    choices = given[0][6]
-    for r, (_, _, _, _, rows, *_) in enumerate(given):
-        tokens = [(places[:, r] >= 0).nonzero().flatten() for _, places, *_ in given]
-        ranks = torch.cat([torch.full_like(t, q) for q, t in enumerate(tokens)])[rows // choices]
-        row = torch.cat(tokens)[rows // choices] * choices + rows % choices
+    choices = given[0][5]
+    for r, (_, _, _, rows, *_) in enumerate(given):
+        tokens = torch.stack([sent.view(len(given), -1)[r] for _, _, sent, *_ in given])
+        at = (rows >= 0).nonzero().flatten()
+        slot = rows[at] // choices
+        row = tokens.flatten()[slot] * choices + rows[at] % choices
         for q in range(len(given)):
-            u = (ranks == q).nonzero().flatten()
-            yield r, u, q, row[u]
+            theirs = slot // max(tokens.shape[1], 1) == q
+            yield r, at[theirs], q, row[theirs]
 
 
 def _dispatch_rows(given: Sequence[tuple[Any, ...]]) -> Values:
-    choices, entries = given[0][6:8]
-    made = [x.new_empty(len(rows), *x.shape[1:]) for x, _, _, _, rows, *_ in given]
+    choices, entries = given[0][5:7]
+    made = [x.new_zeros(len(rows), *x.shape[1:]) for x, _, _, rows, *_ in given]
     for r, u, q, row in _arrived(given):
         made[r][u] = given[q][0][row if entries else row // choices]
     return made
 
 
 def _combine_rows(given: Sequence[tuple[Any, ...]]) -> Values:
-    choices, entries = given[0][6:8]
+    choices, entries = given[0][5:7]
     made = [y.new_zeros(places.shape[0] * (choices if entries else 1), *y.shape[1:]) for y, places, *_ in given]
     for r, u, q, row in _arrived(given):
         made[q].index_add_(0, row if entries else row // choices, given[r][0][u])
@@ -273,8 +270,8 @@ def _combine_rows(given: Sequence[tuple[Any, ...]]) -> Values:
 
 
 EXCHANGES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], Values]] = {
-    mfx.count_received.default: _count_received,
-    mfx.received_rows.default: _received_rows,
+    mfx.room_needed.default: _room_needed,
+    mfx.experts_received.default: _experts_received,
     mfx.dispatch_rows.default: _dispatch_rows,
     mfx.combine_rows.default: _combine_rows,
 }

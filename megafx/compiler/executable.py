@@ -21,7 +21,10 @@ from megafx.errors import UsageError, UsageRuntimeError
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import Program, Saved, compiled_graph
 from megafx.kernels.common.ahead import Compiling, compile_ahead
+from megafx.kernels.common.op import direct
+from megafx.kernels.experts.dispatch_rows import ROOM
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
+from megafx.ops.rooms import Rooms
 from megafx.ops.tapes import is_handle
 from megafx.progress import stage
 
@@ -162,9 +165,12 @@ class Executable:
         inputs = [i.name for i in program.inputs if i.kind not in ("tangent", "pending")]
         joined_names = [tuple(inputs[i] for i in indices) for indices in parts.joins]
         self.gathered_names = frozenset(name for k in parts.gathered for name in joined_names[k])
+        self.rooms = rooms_of(parts.forward)
         self._ran: set[str] = set()
         self._compiling: dict[str, list[Compiling]] = {}
         self._forward: Callable[..., Any] = compiled_graph(parts.forward)
+        if self.rooms is not None:
+            self._forward = self.rooms.watching(self._forward)
         self._kept_outputs: list[int] | None = None  # outputs that are kept, too: the same at each call
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward: Callable[[list[Any]], Any] | None = None
@@ -202,6 +208,8 @@ class Executable:
             self._cast_weights.stays = True
         self.graphs = CudaGraphs(self._forward, self._last_backward, self.outputs, stored, always, note)
         self._forward = self.graphs.forward
+        if self.rooms is not None:
+            self.rooms.changed = self.graphs.drop
         if self._last_backward is not None:
             self._last_backward = self.graphs.backward
         return self
@@ -228,7 +236,7 @@ class Executable:
         with self._first("forward"), self._running():
             inputs += [join(inputs) for join in self.joins]
             inputs += [] if self._cast_weights is None else self._cast_weights(inputs)
-            results = self._forward(*inputs)
+            results = self._forward(*inputs) if self.rooms is None else self.rooms.run(self._forward, inputs)
         outputs = list(results[: self.outputs])
         if self._backward is None:
             return outputs, None
@@ -315,6 +323,12 @@ class Executable:
     def _running(self) -> Iterator[None]:
         with torch.no_grad(), no_autocast(), self.context():
             yield
+
+
+def rooms_of(forward: torch.fx.GraphModule) -> Rooms | None:
+    """Of the mixtures of a graph; None where there are none, or where forward may not run once more: it calls a user's code."""
+    targets = {n.target for n in forward.graph.nodes if n.op == "call_function"}
+    return Rooms() if targets & {ROOM, direct(ROOM)} and torch.ops.megafx.eager_call.default not in targets else None
 
 
 def _contiguous(x: Any) -> Any:

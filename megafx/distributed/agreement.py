@@ -349,6 +349,13 @@ def on_any_rank(flags: Sequence[bool], device: torch.device, group: dist.Process
     return [bool(x) for x in found.tolist()]
 
 
+def most(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The largest of all ranks, element by element."""
+    if group is not None:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
     """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation. Every rank
     draws, so that generators advance alike."""

@@ -206,7 +206,7 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
 
 
 # Ops whose result has a size that data decides, which its second argument names.
-COUNTING = ("rows", "length", "repeats", "received_rows", "rows_of_tokens")
+COUNTING = ("rows", "length", "repeats", "received_rows", "tokens_sent")
 EAGER = "eager_call"  # some sizes of its results may be such, too
 
 

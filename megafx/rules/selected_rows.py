@@ -27,6 +27,12 @@ from megafx.rules.families import VIEWS
 
 _READS = ("index", "_unsafe_index", "index_select")
 _WRITES = ("index_add", "index_put", "_unsafe_index_put")
+# What is of tokens that travel, and of those that arrive.
+_OF_TOKENS = ("tokens_to_ranks", "places_of")
+_TRAVEL = (
+    *_OF_TOKENS, "tokens_sent", "experts_received", "received_rows", "ends_received", "rows_of_tokens", "dispatch_rows",
+    "combine_rows",
+)  # fmt: skip
 
 
 class NotOwnRows(Exception):
@@ -50,7 +56,7 @@ class SelectedRows:
         # numbers of a rank's own rows -> the mask, the dim that is cut
         self.numbers: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.masks: dict[int, fx.Node] = {}  # number of selected rows -> the mask
-        # results of `places_of` -> how choices and tokens are cut
+        # numbers and places of tokens that travel -> how choices and tokens are cut
         self.tokens: dict[fx.Node, tuple[Placement, Placement]] = {}
         self.joined: dict[int, tuple[int, ...]] = {}  # number of rows of several masks, one below the other -> of each
 
@@ -59,7 +65,7 @@ class SelectedRows:
         name, args = op_name(node), node.args
         if name == "rows":
             return self._places(node)
-        if name in ("places_of", "received_rows", "rows_of_tokens", "dispatch_rows", "combine_rows"):
+        if name in _TRAVEL:
             return self._travels(node)
         if name == "cat" and self._are_selected(node):
             return self._below(node)
@@ -94,6 +100,8 @@ class SelectedRows:
         given = node.args
         name, source = op_name(node), self.fact(given[0])
         if name == "places_of":
+            self.tokens[node] = self.tokens[given[0]]
+        if name == "tokens_to_ranks":
             of_ids: tuple[int, ...] = self.shape(given[0])
             views = (
                 view_options(of_ids, (of_ids[0] // given[1], given[1]), 0, source.cut, self.ranks)
@@ -101,8 +109,9 @@ class SelectedRows:
                 else []
             )
             self.tokens[node] = source, next((S(*view) for view in views), source)
+        if name in (*_OF_TOKENS, "ends_received"):
             return R
-        if name != "received_rows" and not source.is_shard and not self.same(given[0], 0):
+        if name != "tokens_sent" and not source.is_shard and not self.same(given[0], 0):
             raise NotOwnRows(f"{name} of rows that are {source}")
         home = self.tokens[given[1]][0 if argument(node, "entries") else 1] if name == "combine_rows" else R
         return home if home.is_shard else S(0, Layout.contiguous(self.count(node), self.ranks))

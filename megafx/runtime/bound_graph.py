@@ -33,6 +33,7 @@ from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Reached, Saved
 from megafx.ir.python_state import Place
+from megafx.ops.rooms import Rooms
 from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import OUTER_AXES
 from megafx.placements.types import Placement
@@ -56,8 +57,9 @@ class Runs(Protocol):
 
     read_in_backward: list[tuple[int, Saved]]
     gathered: KeptValues
-    gathered_names: frozenset[str]
     casts: KeptValues
+    gathered_names: frozenset[str]
+    rooms: Rooms | None
 
     def check(self, kept: Any) -> None: ...
 
@@ -120,9 +122,8 @@ class BoundGraph:
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
         self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
-        inputs = {
-            node: i for i, (node, spec) in enumerate(program.input_nodes()) if spec.kind in ("param", "user", "buffer")
-        }
+        kinds = ("param", "user", "buffer")
+        inputs = {node: i for i, (node, spec) in enumerate(program.input_nodes()) if spec.kind in kinds}
         results = program.results()
         self.given_back = {
             i: inputs[results[i]] for i in self.user_outputs if results[i] in inputs and not self.outputs[i].cache
@@ -136,7 +137,6 @@ class BoundGraph:
         self.copied = {i for i in changed if i in read or compiled.beside or any(o.lazy for o in self.outputs)}
         self.changed = sorted(changed)  # inputs that a call writes into
         slots = state.slots
-        kinds = ("param", "user", "buffer")
         self.read = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.places = aliases(self.slots, slots.values())

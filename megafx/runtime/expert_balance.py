@@ -16,8 +16,8 @@ from megafx.report.report import Balance
 from megafx.runtime.keys import Call
 from megafx.runtime.op_by_op import Watch, run_op_by_op
 
-ops, aten = torch.ops.megafx, torch.ops.aten
-_ADDED = COPIES | CASTS | {aten.cumsum.default, aten.slice.Tensor, aten.sum.dim_IntList}
+ops = torch.ops.megafx
+_COUNTED = {ops.room.default, ops.room_needed.default}
 
 
 def expert_balance(runtime: Any, call: Call) -> list[Balance]:
@@ -49,9 +49,9 @@ def _ends(program: Program) -> dict[str, str]:
     for node in program.graph.find_nodes(op="call_function", target=ops.grouped_mm.default):
         if in_backward(node):
             continue
-        end = node.args[2]
-        received = behind(end, _ADDED)
-        if received.target is ops.count_received.default:
-            end = received.args[0].args[0]  # of counts_sent
+        end = behind(node.args[2], COPIES | CASTS)
+        if end.target is ops.ends_received.default:
+            places = end.args[0].args[1]
+            end = behind(places.args[1], _COUNTED).args[0]  # of counts_sent
         found.setdefault(end.name, fqn_of(node))
     return found

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafx.analysis.communication import Communication
+from megafx.analysis.communication import Communication, meets_others
 from megafx.capture.libraries.huggingface import adapted, synthesize_inputs
 from megafx.capture.prepare import alone, configs_of, released, without_hooks_on_saved
 from megafx.compiler.captured import Uncaptured
@@ -47,7 +47,7 @@ from megafx.ir.python_state import Place
 from megafx.meanwhile import in_modes
 from megafx.ops.axes import AxisContext
 from megafx.ops.eager_call import in_eager_code, matching
-from megafx.placements.data_axis import TENSOR_AXIS
+from megafx.placements.data_axis import EXPERT_AXIS, TENSOR_AXIS
 from megafx.placements.types import Placement
 from megafx.planner.context import CompileContext
 from megafx.planner.hardware import Hardware
@@ -487,6 +487,9 @@ class Runtime:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
+        rooms = compiled.executable.rooms
+        if rooms is not None and meets_others(compiled.program, EXPERT_AXIS):
+            rooms.agree = lambda needs: agreement.most(needs, self.everyone)
         graph = BoundGraph(self.state, compiled, about, stage=self.elsewhere is not None)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
         graph.keep_casts = compiled.keeping_casts and (lambda: keep_casts(self, compiled, about, autocast))

@@ -3,15 +3,16 @@
 Before:  %order = group_order(%ids, 8); %ends = group_ends(%ids, 8); %x = group_rows(%tokens, %order, 2)      # S rows
          %h = grouped_mm(%x, %up, %ends); %y = grouped_mm(relu(%h), %down, %ends)
          %z = mul(%y, group_rows(%weights, %order, 1)); %out = sum(view(ungroup_rows(%z, %order), [T, 2, n]), [1])
-After:   %p = places_of(%ids, 2, 4, 2); %t = tokens_sent(%p)
-         %c = counts_sent(%ends, %p, 4); %n = count_received(%c, 'ep'); %s = exchange_sizes(%c, %n)
-         %r = received_rows(%order, 'received0', %ids, %p, %c, %n, %s, 2, 'ep')          # U rows: data decides how many
-         %k = rows_of_tokens(%r, 'arrived0', %s, 2)
-         %e = cumsum(sum(%n, [0])[:4], 0); %u = transition(%up, R -> S0, 'ep', 2); %d = transition(%down, R -> S0, 'ep', 2)
-         %x = dispatch_rows(%tokens, %p, %t, %s, %r, %k, 2, False, 'ep')
+After:   %n = tokens_to_ranks(%ids, 2, 4, 2)
+         %m = room(room_needed(counts_sent(%ends, %n, 4), 'ep'), 0)                      # of tokens and rows
+         %p = places_of(%n, %m); %t = tokens_sent(%p, 'arrived0', %m)
+         %a = experts_received(%ids, %p, %t, 2, 4, 'ep')
+         %r = received_rows(%a, 'received0', %m, 4); %e = ends_received(%a, %r, 4); %k = rows_of_tokens(%r, %a)
+         %u = transition(%up, R -> S0, 'ep', 2); %d = transition(%down, R -> S0, 'ep', 2)
+         %x = dispatch_rows(%tokens, %p, %t, %r, %k, 2, False, 'ep')
          %h = grouped_mm(%x, %u, %e); %y = grouped_mm(relu(%h), %d, %e)
-         %z = mul(%y, dispatch_rows(%weights, %p, %t, %s, %r, %k, 2, True, 'ep'))
-         %out = combine_rows(%z, %p, %t, %s, %r, %k, 2, False, 'ep')                     # each token's sum
+         %z = mul(%y, dispatch_rows(%weights, %p, %t, %r, %k, 2, True, 'ep'))
+         %out = combine_rows(%z, %p, %t, %r, %k, 2, False, 'ep')                         # each token's sum
 Legal because: what lies between the products computes each row by itself (`group_by_expert` has checked it), so that a row is
 the same wherever it is computed. A rank takes its experts of the weights; the others' gradients are theirs.
 
@@ -182,23 +183,19 @@ class _Mixture:
         here, ranks, choices = self.own.here(experts), self.own.ranks, self.choices
         build = Builder(self.program, first, self.products[0], NAME)
         ends = self.products[0].args[2]
-        self.places = build(ops.places_of.default, self.ids, choices, here, ranks)
-        counts = build(ops.counts_sent.default, ends, self.places, here)
-        received = build(ops.count_received.default, counts, EXPERT_AXIS)
-        sizes = build(ops.exchange_sizes.default, counts, received)
-        given = (self.ids, self.places, counts, received, sizes, choices, EXPERT_AXIS)
-        self.received = build(ops.received_rows.default, self.order, f"received{number}", *given)
-        table = build(ops.rows_of_tokens.default, self.received, f"arrived{number}", sizes, choices)
-        self.tables = self.places, build(ops.tokens_sent.default, self.places), sizes, self.received, table
-        arrived = self.rows // choices * min(choices, ranks)
-        for made, name, among in (
-            (self.received, f"received{number}", self.rows),
-            (table, f"arrived{number}", arrived),
-        ):
+        numbers = build(ops.tokens_to_ranks.default, self.ids, choices, here, ranks)
+        counts = build(ops.counts_sent.default, ends, numbers, here)
+        room = build(ops.room.default, build(ops.room_needed.default, counts, EXPERT_AXIS), number)
+        self.places = build(ops.places_of.default, numbers, room)
+        sent = build(ops.tokens_sent.default, self.places, f"arrived{number}", room)
+        arrived = build(ops.experts_received.default, self.ids, self.places, sent, choices, here, EXPERT_AXIS)
+        self.received = build(ops.received_rows.default, arrived, f"received{number}", room, here)
+        self.ends = build(ops.ends_received.default, arrived, self.received, here)
+        self.tables = self.places, sent, self.received, build(ops.rows_of_tokens.default, self.received, arrived)
+        tokens = self.rows // choices * min(choices, ranks)
+        for made, name, among in ((self.received, f"received{number}", self.rows), (sent, f"arrived{number}", tokens)):
             symbol = made.meta[VAL].shape[0].node.expr
             self.program.sizes.row_counts[symbol] = RowCount(name, among, 1)
-        rows = build(aten.slice.Tensor, build(aten.sum.dim_IntList, received, [0]), 0, 0, here)
-        self.ends = build(aten.cumsum.default, rows, 0)
         self.numbers: fx.Node | None = None
         for node in self.moved:
             self.made[node] = self._again(node)
@@ -224,7 +221,10 @@ class _Mixture:
         if node in self.products:
             return build(GROUPED, self._here(args[0], build), self.own.part(args[1], node), self.ends)
         if node in self.lookups:
-            return build(aten.index_select.default, self.own.part(args[0], node), 0, self._numbers(build))
+            entries = self.own.part(args[0], node)  # and zeros, for rows after the last end
+            below = [0, 0] * (entries.meta[VAL].dim() - 1) + [0, 1]
+            padded = build(aten.constant_pad_nd.default, entries, below)
+            return build(aten.index_select.default, padded, 0, self._numbers(build))
         target = node.target
         given = fx.map_arg((node.args, node.kwargs), lambda a: self._argument(a, node, build))
         return build(target, *given[0], **given[1])

@@ -35,7 +35,7 @@ def group_order(ids: Tensor, experts: int) -> Tensor:
 def group_ends(ids: Tensor, experts: int) -> Tensor:
     # by histc, for which the host does not wait; on CUDA in whole numbers, whose sum has no order
     counted = ids.int() if ids.is_cuda else ids.double()
-    return torch.histc(counted, experts, 0, max(experts - 1, 1)).long().cumsum(0)
+    return torch.histc(counted, experts + 1, 0, experts)[:-1].cumsum(0, dtype=torch.int64)
 
 
 def group_of_rows(rows: Tensor, ends: Tensor) -> Tensor:

@@ -76,6 +76,34 @@ def experts_shared_out_beside_other_axes() -> None:
     trains_like_one_process(EP | {"context_parallel_size": 2})
 
 
+@check(2)
+def calls_have_room_for_other_numbers_of_rows() -> None:
+    """The host waits for how many rows there are in the first call alone. A larger one runs forward once more; others have rows
+    that nobody fills."""
+    model, plain = megafx.parallelize(start(), megafx.Config(**EP)), start()
+    for rows, runs in ((4, 1), (8, 2), (8, 1), (6, 1), (12, 2), (12, 1)):
+        (graph,) = [g for graphs in model.megafx.graphs.values() for g in graphs] or [None]
+        ran = [] if graph is None else watched(graph.executable.rooms)
+        loss, wanted = model(*part(a_call(rows), 2)), plain(*a_call(rows))
+        assert graph is None or len(ran) == runs, (rows, len(ran))
+        loss.backward(), wanted.backward()
+        near(loss.detach(), wanted.detach(), f"a loss of {rows} rows")
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+
+
+def watched(rooms: Any) -> list[int]:
+    """Grows by one for each run of forward."""
+    ran: list[int] = []
+    room = type(rooms).room
+
+    def counted(needed: Tensor, mixture: int) -> Tensor:
+        ran.extend([0] * (mixture == 0))
+        return room(rooms, needed, mixture)
+
+    rooms.room = counted
+    return ran
+
+
 FOUR = EP | {"data_parallel_size": 4, "data_parallel": "fsdp"}
 
 

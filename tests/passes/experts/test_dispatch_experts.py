@@ -82,7 +82,7 @@ def test_a_token_travels_once_to_a_rank_and_comes_back_as_one_sum() -> None:
     rows = [after.sizes.shape(n.args[0].meta[VAL])[0] for n in moved]
     assert [*map(after.sizes.text, rows[:2])] == ["batch*seq", "2*batch*seq"] and after.sizes.from_data(rows[2])
     assert [*map(op_name, moved)] == ["dispatch_rows", "dispatch_rows", "combine_rows"]
-    assert [n.args[7] for n in moved] == [False, True, False]  # the weights of the rows are entries of tokens
+    assert [n.args[6] for n in moved] == [False, True, False]  # the weights of the rows are entries of tokens
     assert not [n for n in after.graph.nodes if op_name(n) in ("group_rows", "ungroup_rows")]
     shapes = {spec.name: tuple(node.meta[VAL].shape) for node, spec in held.input_nodes()}
     assert (
