@@ -6,8 +6,8 @@
 
 Layers as those of Qwen3-30B-A3B (128 experts of 2048 x 768, 8 of them a token), a small vocabulary, bf16, no optimizer.
 `ep`: expert_model_parallel_size is the number of GPUs, data_parallel ddp; `ep-fsdp`: with fsdp; `dp-fsdp`: fsdp alone; `tp`:
-tensor parallelism; all by megafx. `fully_shard`: torch's FSDP2 of transformers' layers with its grouped products
-(experts_implementation grouped_mm); `fully_shard-eager`: with its loop over experts.
+tensor parallelism; all by megafx, with `-graphs` at the end as CUDA graphs. `fully_shard`: torch's FSDP2 of transformers'
+layers with its grouped products (experts_implementation grouped_mm); `fully_shard-eager`: with its loop over experts.
 
 Modes take turns in each round. Milliseconds of a step: the median over rounds of the slowest rank. 'exposed' is the time of a
 step's collectives during which no other kernel runs, from one profiled step of rank 0.
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 import megafx
 
-MODES = ("ep", "ep-fsdp", "dp-fsdp", "tp", "fully_shard", "fully_shard-eager")
+MODES = ("ep", "ep-graphs", "ep-fsdp", "dp-fsdp", "tp", "tp-graphs", "fully_shard", "fully_shard-eager")
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 8192, "intermediate_size": 6144,
@@ -61,11 +61,12 @@ def prepared(mode: str, model: Any, call: dict[str, torch.Tensor]) -> Any:
             fully_shard(layer)
         fully_shard(model)
         return model
-    sizes: dict[str, Any] = {"tensor_model_parallel_size": n} if mode == "tp" else {
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": n} if mode.startswith("tp") else {
         "tensor_model_parallel_size": 1, "data_parallel_size": n,
         "data_parallel": "fsdp" if "fsdp" in mode else "ddp",
         "expert_model_parallel_size": n if mode.startswith("ep") else 1,
     }  # fmt: skip
+    sizes["cuda_graphs"] = mode.endswith("graphs")
     return megafx.parallelize(model, megafx.Config(cache=False, **sizes), example_inputs=((), call))
 
 
@@ -74,7 +75,7 @@ def batch(mode: str, args: argparse.Namespace, device: torch.device, number: int
     rows, length = args.batch * dist.get_world_size(), 16 if args.tiny else args.seq
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint((TINY if args.tiny else SHAPE)["vocab_size"], (rows, length), generator=generator)
-    if mode != "tp":
+    if not mode.startswith("tp"):
         ids = ids[dist.get_rank() * args.batch :][: args.batch]
     return {"input_ids": ids.to(device), "labels": ids.to(device)}
 

@@ -245,8 +245,9 @@ def _arrived(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Tensor, in
     choices = given[0][5]
     for r, (_, _, _, rows, *_) in enumerate(given):
         tokens = torch.stack([sent.view(len(given), -1)[r] for _, _, sent, *_ in given])
-        at = (rows >= 0).nonzero().flatten()
-        slot = rows[at] // choices
+        slot = rows // choices
+        at = ((rows >= 0) & (tokens.flatten()[slot] >= 0)).nonzero().flatten()
+        slot = slot[at]
         row = tokens.flatten()[slot] * choices + rows[at] % choices
         for q in range(len(given)):
             theirs = slot // max(tokens.shape[1], 1) == q

@@ -37,8 +37,8 @@ _here = _Here()
 class Rooms:
     """Of the mixtures of one graph.
 
-    given: mixture -> int64 [2] on the CPU, tokens and rows. waits: the host waits for what is needed. agree: int64 [mixtures, 2],
-    what is needed here -> on all ranks that have to run forward once more together. changed: called when rooms have changed.
+    given: mixture -> int64 [2] on the CPU, tokens and rows. waits: the host waits for what is needed. changed: called when
+    rooms have changed. agree: int64 [mixtures, 2], what is needed here -> on all ranks that run forward once more together.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,13 @@ class Rooms:
     def _sufficed(self, needs: list[list[int]]) -> bool:
         """False where forward has to run once more. Chooses the rooms of the next run."""
         rooms = [self.given[i].tolist() if i in self.given else None for i in range(len(needs))]
-        small = [i for i, (need, room) in enumerate(zip(needs, rooms, strict=True)) if room is None or _less(room, need)]
+        small = [
+            i for i, (need, room) in enumerate(zip(needs, rooms, strict=True)) if room is None or _less(room, need)
+        ]
         self.given |= {i: torch.tensor([n + n // MARGIN for n in needs[i]]) for i in small}
-        self.wasted += all(room is not None and _less([2 * n for n in need], room) for need, room in zip(needs, rooms, strict=True))
+        self.wasted += all(
+            room is not None and _less([2 * n for n in need], room) for need, room in zip(needs, rooms, strict=True)
+        )
         self.waits = self.wasted == WASTED
         if small or self.waits:
             self.changed()

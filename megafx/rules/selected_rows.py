@@ -111,7 +111,7 @@ class SelectedRows:
             self.tokens[node] = source, next((S(*view) for view in views), source)
         if name in (*_OF_TOKENS, "ends_received"):
             return R
-        if name != "tokens_sent" and not source.is_shard and not self.same(given[0], 0):
+        if name in ("dispatch_rows", "combine_rows") and not source.is_shard and not self.same(given[0], 0):
             raise NotOwnRows(f"{name} of rows that are {source}")
         home = self.tokens[given[1]][0 if argument(node, "entries") else 1] if name == "combine_rows" else R
         return home if home.is_shard else S(0, Layout.contiguous(self.count(node), self.ranks))

@@ -187,13 +187,13 @@ class _Mixture:
         counts = build(ops.counts_sent.default, ends, numbers, here)
         room = build(ops.room.default, build(ops.room_needed.default, counts, EXPERT_AXIS), number)
         self.places = build(ops.places_of.default, numbers, room)
-        sent = build(ops.tokens_sent.default, self.places, f"arrived{number}", room)
-        arrived = build(ops.experts_received.default, self.ids, self.places, sent, choices, here, EXPERT_AXIS)
+        there = build(ops.tokens_sent.default, self.places, f"arrived{number}", room)
+        arrived = build(ops.experts_received.default, self.ids, self.places, there, choices, here, EXPERT_AXIS)
         self.received = build(ops.received_rows.default, arrived, f"received{number}", room, here)
         self.ends = build(ops.ends_received.default, arrived, self.received, here)
-        self.tables = self.places, sent, self.received, build(ops.rows_of_tokens.default, self.received, arrived)
+        self.tables = self.places, there, self.received, build(ops.rows_of_tokens.default, self.received, arrived)
         tokens = self.rows // choices * min(choices, ranks)
-        for made, name, among in ((self.received, f"received{number}", self.rows), (sent, f"arrived{number}", tokens)):
+        for made, name, among in ((self.received, f"received{number}", self.rows), (there, f"arrived{number}", tokens)):
             symbol = made.meta[VAL].shape[0].node.expr
             self.program.sizes.row_counts[symbol] = RowCount(name, among, 1)
         self.numbers: fx.Node | None = None

@@ -199,7 +199,9 @@ _IDS, _ENDS, _PLACES = torch.tensor([1, 1, 0, 1]), torch.tensor([1, 4]), torch.a
 _NUMBERS, _COUNTS, _ROOM = _PLACES + 1, torch.tensor([[4, 4]]), torch.tensor([4, 4])
 _SENT, _ARRIVED, _ORDER = torch.arange(4), _IDS[:, None].int(), torch.tensor([2, 0, 1, 3])
 _WAY = (_PLACES, _SENT, _ORDER, torch.tensor([[1], [2], [0], [3]]), 1, False, "ep")
-_MOVES = "(Tensor {0}, Tensor places, Tensor sent, Tensor rows, Tensor table, int choices, bool entries, str axis) -> Tensor"
+_MOVES = (
+    "(Tensor {0}, Tensor places, Tensor sent, Tensor rows, Tensor table, int choices, bool entries, str axis) -> Tensor"
+)
 
 define_op(
     "tokens_to_ranks(Tensor ids, int choices, int experts, int ranks) -> Tensor",

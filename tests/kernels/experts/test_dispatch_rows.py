@@ -28,8 +28,8 @@ EXPERTS, CHOICES = 4, 2
 
 
 def way(ids: torch.Tensor = IDS, spare: int = 0) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """Of one rank that has all experts -> (order, ends, counts, what arrives), what its exchanges have in common. spare: room for
-    so many tokens and rows more than there are."""
+    """Of one rank that has all experts -> (order, ends, counts, what arrives), what its exchanges have in common. spare: room
+    for so many tokens and rows more than there are."""
     order, ends = ops.group_order(ids, EXPERTS), ops.group_ends(ids, EXPERTS)
     with on_mesh({"ep": AxisContext(0, 1)}):
         numbers = ops.tokens_to_ranks(ids, CHOICES, EXPERTS, 1)
@@ -200,7 +200,13 @@ def test_as_the_simulator_says_of_several_ranks(together: Any, ranks: int, exper
     for calls in zip(*together(ranks, of), strict=True):
         wanted = EXCHANGES[calls[0][0]]([args for _, args, _ in calls])
         for (op, _, found), value in zip(calls, wanted, strict=True):
-            torch.testing.assert_close(found if op is not ops.experts_received.default else found.clamp(max=here), value, rtol=1e-12, atol=1e-12, msg=lambda m, op=op: f"{op}: {m}")
+            torch.testing.assert_close(
+                found if op is not ops.experts_received.default else found.clamp(max=here),
+                value,
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda m, op=op: f"{op}: {m}",
+            )
 
 
 # -- how many kernels

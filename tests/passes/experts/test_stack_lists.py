@@ -77,7 +77,7 @@ def test_rows_are_choices_where_each_has_one_expert() -> None:
     assert verified(
         Model("where_add_in_place", "two_masks", bias=False), {"dp": 2}, kept(programs, "after dispatch_experts")
     )
-    moved = [n for n in programs[0].graph.nodes if op_name(n) == "places_of"]
+    moved = [n for n in programs[0].graph.nodes if op_name(n) == "tokens_to_ranks"]
     assert [n.args[1] for n in moved] == [2, 2 * EXPERTS // 2 * 1]  # of two choices; of a mask for each expert
     assert not [n for n in programs[0].graph.nodes if op_name(n) in ("rows", "index_add", "index_put")]
 

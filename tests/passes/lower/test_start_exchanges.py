@@ -95,7 +95,7 @@ def test_the_shared_expert_runs_while_tokens_travel(first: bool) -> None:
 def test_backward_knows_where_rows_are() -> None:
     """What the moves have in common is computed once, in forward."""
     found = [[*map(op_name, graph.nodes)] for graph in graphs(True)]
-    common = ("places_of", "tokens_sent", "counts_sent", "exchange_sizes", "rows_of_tokens")
+    common = ("places_of", "tokens_sent", "counts_sent", "room", "rows_of_tokens")
     assert [[names.count(name) for name in common] for names in found] == [[1] * 5, [0] * 5], found
 
 
