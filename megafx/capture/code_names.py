@@ -71,6 +71,16 @@ def compares(code: types.CodeType) -> bool:
     return False
 
 
+def writes_attributes_of(code: types.CodeType) -> Iterator[str]:
+    """The variable of whose attributes one is written, '' where it is another value, for each such place."""
+    last = ""
+    for each in dis.get_instructions(code):
+        if each.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            yield last
+        loaded = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        last = str(loaded[-1]) if each.opname.startswith("LOAD_FAST") else ""
+
+
 def names_of(module: nn.Module) -> set[str]:
     """Names that a module's forward reads, through its decorators."""
     found: set[str] = set()

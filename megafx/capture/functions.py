@@ -29,28 +29,17 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megafx.capture.code_names import chains, codes
+from megafx.capture.code_names import chains, codes, writes_attributes_of
 from megafx.errors import CaptureError
 from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import current_user_line
 from megafx.meanwhile import meanwhile, replacing
 from megafx.ops.eager_call import in_eager_code
-from megafx.ops.eager_probes import MADE_UP, eager_call_of, made_up
+from megafx.ops.eager_probes import MADE_UP, FindsRows, eager_call_of, made_up
+from megafx.ops.eager_rows import PROBES, by_rows, some_are, spread_out
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _NUMBERS = (None, 0.25, 2.0)  # limits and scales are above 0; None: made-up ones, also below
-# (spread of values, that of gradients: powers of e; one value in how many is zero; what one gradient in three is): backward
-# may bound gradients, or leave out those that are no numbers, and may differ at zero alone.
-_PROBES = (
-    (0.0, 0.0, None, None),
-    (1.0, 0.0, None, None),
-    (30.0, 0.0, None, None),
-    (0.0, 60.0, None, None),
-    (0.0, 0.0, 3, None),
-    (0.0, 0.0, 1, None),
-    (0.0, 0.0, None, float("nan")),
-    (0.0, 0.0, None, float("inf")),
-)
 _OURS = ("torch.", "megafx.")
 _REGION = "megafx_region"
 BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
@@ -190,7 +179,8 @@ class Applied:
         try:
             if not differentiated:
                 return plain()
-            if not self._does_more(cls, pytree.tree_leaves(args)) and same_gradient(cls, args):
+            does_more = self._does_more(cls, pytree.tree_leaves(args))
+            if not does_more and same_gradient(cls, args):
                 self.inlined(cls)
                 return plain()
             if any(isinstance(x, _CODE) for x in pytree.tree_leaves(args)):
@@ -203,9 +193,15 @@ class Applied:
                 )
             self.note(
                 f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, does more "
-                "than compute, or could not be compared with it: its own code runs on every rank, on whole tensors"
+                "than compute, or could not be compared with it: its own code runs on every rank, on whole tensors (where it "
+                "computes each row by itself, on a data-parallel rank's rows)"
             )
-            return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
+            context = next(iter(inspect.signature(cls.forward).parameters), "")
+            runs = [cls.forward, cls.backward]
+            if cls.setup_context is not Function.setup_context:
+                context, runs = next(iter(inspect.signature(cls.setup_context).parameters)), [*runs, cls.setup_context]
+            finds = None if does_more else of_rows(self.code_run_by, *runs, context=context)
+            return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args, finds)
         finally:
             self.busy = False
 
@@ -262,13 +258,16 @@ _CHANGES = ("append", "extend", "add", "update", "insert", "pop", "clear", "setd
 _TELLS = ("write", "print", "log", "debug", "info", "warning", "warn", "error")
 
 
-def has_effects(function: Any, code_run_by: CodeRunBy) -> bool:
-    """True if a function's code may do more than compute: it assigns to attributes, globals or variables of enclosing
-    functions, or calls what changes containers, prints or logs. Functions of the user's that it calls may do so, too."""
+def has_effects(function: Any, code_run_by: CodeRunBy, context: str = "") -> bool:
+    """True if a function's code may do more than compute: it assigns to attributes (but for those of the variable called
+    `context`), globals or variables of enclosing functions, or calls what changes containers, prints or logs. Functions of
+    the user's that it calls may do so, too."""
     code = getattr(function := inspect.unwrap(function), "__code__", None)  # in once_differentiable, custom_bwd
     if code is None:
         return False
     kinds = {kind for part in codes(code) for kind, _ in chains(part)}
+    if context and all(base == context for part in codes(code) for base in writes_attributes_of(part)):
+        kinds.discard("assigned")
     named = {name for part in codes(code) for name in part.co_names}
     stores, inside = code_run_by(function)
     tells = {name for each in inside for part in codes(each) for name in part.co_names}
@@ -280,6 +279,21 @@ def has_effects(function: Any, code_run_by: CodeRunBy) -> bool:
 
 
 _STORED = frozenset(["stored", "freed", "assigned"])
+_NUMBERS_OF = ("numpy", "tolist", "item", "data_ptr", "asarray", "array")
+
+
+def of_rows(code_run_by: CodeRunBy, *functions: Any, context: str = "") -> FindsRows | None:
+    """What finds out whether functions compute each row by itself; None for those that do more than compute, may read numbers
+    of tensors, by which they could decide, past torch's dispatch, or have no code to look at. Attributes of the argument
+    called `context` may be written."""
+    for function in functions:
+        plain = inspect.unwrap(getattr(function, "__func__", function))
+        if not isinstance(plain, types.FunctionType) or has_effects(plain, code_run_by, context):
+            return None
+        run = {part for each in (plain.__code__, *code_run_by(plain)[1]) for part in codes(each)}
+        if not all(set(part.co_names).isdisjoint(_NUMBERS_OF) for part in run):
+            return None
+    return by_rows
 
 
 def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
@@ -289,18 +303,18 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
     state = torch.get_rng_state()
     numbers = _NUMBERS if any(x.numel() == 1 and x.is_floating_point() for x in tensors) else (None,)
     try:
-        for (seed, (spread, of_gradients, zeros, odd)), number in itertools.product(enumerate(_PROBES), numbers):
+        for (seed, (spread, of_gradients, zeros, odd)), number in itertools.product(enumerate(PROBES), numbers):
             found = []
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
                 made = made_up(tensors, MADE_UP[0], seed % 2)  # indices and truth values of both kinds, too
-                values = [_single(_some(_spread(x, spread, seed), zeros, 0.0), number) for x in made]
+                values = [_single(some_are(spread_out(x, spread, seed), zeros, 0.0), number) for x in made]
                 for call in (function.apply, lambda *a: _forward(function, a)):
                     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
                     given = iter(inputs)
                     torch.manual_seed(0)
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
                     output = call(*pytree.tree_unflatten(filled, spec))
-                    change = lambda x: _some(_spread(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023
+                    change = lambda x: some_are(spread_out(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023
                     found.append(_gradients(output, inputs, [x.requires_grad for x in tensors], change))
                 for a, b in zip(*found, strict=True):  # with some room where a derivative goes through zero
                     if zeros or odd:  # where others are NaN, a function may give numbers of its own
@@ -362,22 +376,6 @@ def computed_again(cls: type[Function], args: tuple[Any, ...]) -> Callable[[], A
 
 def _single(x: Tensor, number: float | None) -> Tensor:
     return x if number is None or x.numel() != 1 or not x.is_floating_point() else torch.full_like(x, number)
-
-
-def _spread(x: Tensor, spread: float, seed: int) -> Tensor:
-    """fp64 numbers whose magnitudes lie within e**(-spread) and e**spread of normal ones."""
-    if not x.is_floating_point():
-        return x
-    generator = torch.Generator().manual_seed(seed)
-    powers = spread * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
-    return x.double().cpu() * powers.exp()
-
-
-def _some(x: Tensor, every: int | None, value: Any) -> Tensor:
-    """The tensor with `value` at one place in `every`."""
-    if every is None or not x.is_floating_point():
-        return x
-    return torch.where((torch.arange(x.numel()) % every == 0).view(x.shape), value, x)
 
 
 def _forward(function: Any, args: tuple[Any, ...]) -> Any:

@@ -62,6 +62,7 @@ from megafx.capture.functions import (
     Regions,
     checkpointing_of_capture,
     classes_bound_early,
+    of_rows,
     op_by_op,
 )
 from megafx.capture.hook_stores import code_run_by, places_written_by
@@ -186,7 +187,8 @@ def replacements(
     table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), _set_data(old)), why)]
 
     why = "a hook on a value inside of the model becomes a node; what a graph does not keep is an error"
-    table += [Replacement(Tensor, "register_hook", partial(tensor_hooks.register_hook, note), why)]
+    registers = partial(tensor_hooks.register_hook, note, partial(of_rows, code_run_by))
+    table += [Replacement(Tensor, "register_hook", registers, why)]
     table += [Replacement(Tensor, "retain_grad", tensor_hooks.retain_grad, why)]
     for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward")):
         table += [Replacement(owner, name, tensor_hooks.no_gradients, why)]

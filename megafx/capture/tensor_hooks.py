@@ -26,7 +26,7 @@ from megafx.errors import CaptureError, SourceLine
 from megafx.ir.program import located
 from megafx.ir.source_lines import current_user_line
 from megafx.meanwhile import replacing
-from megafx.ops.eager_probes import eager_call_of
+from megafx.ops.eager_probes import FindsRows, eager_call_of
 
 _library = torch.library.Library("megafx", "FRAGMENT")
 _library.define("hooked(Tensor value, Tensor passed_on) -> ()")
@@ -70,9 +70,13 @@ _hooks: list[_Hook] = []  # graphs hold weak references
 
 @replacing
 def register_hook(
-    note: Callable[[str], None], old: Callable[..., Any], value: Tensor, function: Callable[[Tensor], Any]
+    note: Callable[[str], None],
+    of_rows: Callable[[Any], FindsRows | None],
+    old: Callable[..., Any],
+    value: Tensor,
+    function: Callable[[Tensor], Any],
 ) -> Any:
-    """What replaces `Tensor.register_hook` while a model is traced."""
+    """What replaces `Tensor.register_hook` while a model is traced. of_rows: as `functions.of_rows`, of the function."""
     if not isinstance(value, FakeTensor) or not value.requires_grad:
         return old(value, function)
     source = current_user_line()
@@ -84,7 +88,7 @@ def register_hook(
             "that takes the tensor",
         )
     _hooks.append(_Hook(function))
-    torch.ops.megafx.hooked(value, eager_call_of(_hooks[-1], "a hook on a value", (value,)))
+    torch.ops.megafx.hooked(value, eager_call_of(_hooks[-1], "a hook on a value", (value,), of_rows(function)))
     note(f"{source}: the hook runs in each backward, on the whole gradient on every rank")
     return _hooks[-1]
 

@@ -5,9 +5,9 @@ A call of such a module is one node of the graph:
     megafx.eager_call(Tensor[] inputs and parameters, after, seed, op id, key) -> Tensor[]
 
 which runs the module's own code when the graph runs. It has no sharding rule: every rank computes it alike, on whole operands,
-and has complete gradients of its parameters. Autograd differentiates it, from a tape (ops/tapes.py): the second result is its
-handle. Random numbers come from the seed of the step. The first result is for order: a call that takes that of another runs
-after it.
+and has complete gradients of its parameters; data-parallel ranks run code that computes each row by itself on their own rows.
+Autograd differentiates it, from a tape (ops/tapes.py): the second result is its handle. Random numbers come from the seed of
+the step. The first result is for order: a call that takes that of another runs after it.
 
 Export has to know the sizes of its results: the code is run before (ops/eager_probes.py). A function can take the module's
 place (capture/eager_parts.py).
@@ -31,10 +31,12 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import ConfigError, UsageError
 from megafx.ir.call_spec import in_autocast
 from megafx.ir.data_sizes import size_named
+from megafx.ir.facts import declare
 from megafx.meanwhile import meanwhile
 from megafx.ops import tapes
 
@@ -67,6 +69,49 @@ class Size:
     size: ResultSize
 
 
+class OpsRun(TorchDispatchMode):
+    """Notes the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().partition("::")[2].partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Of code that computes each row by itself (ops/eager_rows.py).
+
+    rule: of the call on axes that cut a batch. linear: whether what comes back is linear in the gradients that come in.
+    ops: the names of those that it runs.
+    """
+
+    rule: str
+    linear: bool
+    ops: frozenset[str]
+
+
+# Ops that autograd, autocast or a copy add to those of the code, and that mix no rows.
+_ADDED = frozenset(
+    [
+        "detach",
+        "clone",
+        "alias",
+        "_to_copy",
+        "copy_",
+        "add",
+        "add_",
+        "zeros_like",
+        "empty_like",
+        "view",
+        "new_empty_strided",
+    ]
+)
+
+
 @dataclass(frozen=True)
 class EagerCall:
     """One call of one module. The first tensors are leaves of (args, kwargs), the others its parameters."""
@@ -88,6 +133,8 @@ class EagerCall:
     on_host: tuple[bool, ...] = field(default=(), kw_only=True)  # which results are on the CPU
     # is called in place of the module, which then is its first argument that is one
     function: Callable[..., Any] | None = field(default=None, kw_only=True)
+    by_rows: ByRows | None = field(default=None, kw_only=True)
+    cut: bool = field(default=False, kw_only=True)  # whether data-parallel ranks run it on their own rows
 
     copies: ClassVar[bool] = False  # whether the code gets copies of the tensors
 
@@ -110,6 +157,23 @@ class EagerCall:
             fix="only modules whose results have sizes that the inputs decide can be left eager",
         )
 
+    @contextlib.contextmanager
+    def watched_rows(self) -> Iterator[None]:
+        """Raises after ops that were not among those by which the code was found to compute each row by itself."""
+        if not self.cut or self.by_rows is None:
+            yield
+            return
+        with OpsRun() as ran:
+            yield
+        if other := sorted(ran.names - self.by_rows.ops - _ADDED):
+            raise UsageError(
+                f"code that stays eager computes otherwise than when the graph was made (aten.{other[0]}), and data-parallel "
+                "ranks run it on their own rows",
+                module=self.fqn,
+                fix="choose between ways to compute before the call, by a number that forward reads; or use "
+                "Config(data_parallel_loss='average'), with which it sees each rank's own batch",
+            )
+
     def run(self, tensors: Sequence[Tensor], buffers: dict[str, Tensor] | None = None) -> Any:
         """The module's output, with these tensors as inputs and parameters. buffers: in place of its own, which it changes."""
         module = self.found()
@@ -125,7 +189,8 @@ class EagerCall:
     def run_writing(self, tensors: Sequence[Tensor]) -> Any:
         """As `run`, of a module in a call of the user's: buffers that it changes or replaces stay changed."""
         if self.copies or self.function is not None or not (held := dict(self.found().named_buffers())):
-            return self.run(tensors) if self.function is None else self.run_watched(tensors)
+            with self.watched_rows():
+                return self.run(tensors) if self.function is None else self.run_watched(tensors)
         run = tapes.current()
         if not run.writes:  # a simulated rank, or a call that is computed once more
             return self.run(tensors, {name: b.clone() for name, b in held.items()})
@@ -257,6 +322,20 @@ def find_call(key: str) -> EagerCall:
     return _calls[key]
 
 
+def cut_rows(key: str) -> None:
+    """From here on, data-parallel ranks run the call on their own rows."""
+    _calls[key] = replace(_calls[key], cut=True)
+
+
+def _by_rows(call: Any) -> str:
+    """The rule of a call on axes that cut a batch."""
+    found = _calls[call.get("key")].by_rows
+    return "none: " if found is None else found.rule
+
+
+declare("megafx.eager_call.default", outer=_by_rows)
+
+
 def name_sizes(key: str, shapes: list[list[Any]], name: Callable[[sympy.Symbol], str]) -> None:
     """From here on, sizes of results that data decides have names. shapes: of the results in the trace, ints and SymNodes."""
     named: list[str] = []
@@ -337,7 +416,8 @@ def _backward(
 ) -> list[Tensor]:
     call, run = _calls[key], tapes.current()
     given_to = [(i, g) for i, g in zip(of, grads, strict=True) if run.comes_to(key, i)]
-    found = tapes.gradients(handle, [g for _, g in given_to], [i for i, _ in given_to], wanted)
+    of_given = [i for i, _ in given_to]
+    found = tapes.gradients(handle, [g for _, g in given_to], of_given, wanted, call.watched_rows)
     run.used[key] = {i for i, g in zip(wanted, found, strict=True) if g is not None}
     given = {x.untyped_storage().data_ptr() for x in grads}
     made = [torch.zeros_like(tensors[i]) if g is None else g.detach() for i, g in zip(wanted, found, strict=True)]

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -27,7 +27,17 @@ from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.python_state import ABSENT
 from megafx.meanwhile import replacing
-from megafx.ops.eager_call import Constant, DataSize, EagerCall, ResultSize, Size, as_node, differentiable, size_leaf
+from megafx.ops.eager_call import (
+    ByRows,
+    Constant,
+    DataSize,
+    EagerCall,
+    ResultSize,
+    Size,
+    as_node,
+    differentiable,
+    size_leaf,
+)
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
 _KINDS_OF_DATA = 4  # of `made_up`
@@ -139,9 +149,14 @@ def _probed_call(
     return probed(call, tensors, buffers, probes), tensors
 
 
-def eager_call_of(module: nn.Module, name: str, args: tuple[Any, ...]) -> Any:
-    """module(*args) as one node of what is traced. The module has to live as long as the graph; name: for messages."""
-    return as_node(*_probed_call(module, name, {}, args, {}))
+FindsRows = Callable[[EagerCall, Sequence[Tensor]], ByRows | None]
+
+
+def eager_call_of(module: nn.Module, name: str, args: tuple[Any, ...], by_rows: FindsRows | None = None) -> Any:
+    """module(*args) as one node of what is traced. The module has to live as long as the graph; name: for messages. by_rows:
+    finds out whether the code computes each row by itself."""
+    call, tensors = _probed_call(module, name, {}, args, {})
+    return as_node(call if by_rows is None else replace(call, by_rows=by_rows(call, tensors)), tensors)
 
 
 # -- what comes out
@@ -301,10 +316,13 @@ def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor], re
         raise
 
 
-def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0) -> list[Tensor]:
-    """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True. data: 1 for
-    other numbers, indices of 0 and 1, and truth values of both kinds; 2 and 3 for numbers above and below 0."""
-    symbols: dict[sympy.Symbol, int] = {}
+def made_up(
+    tensors: Sequence[Tensor], sizes: tuple[int, ...], data: int = 0, given: Mapping[sympy.Symbol, int] | None = None
+) -> list[Tensor]:
+    """Real tensors like these; their k-th symbol is sizes[k], but for those that are given. Numbers are normal, indices 0, and
+    truth values True. data: 1 for other numbers, indices of 0 and 1, and truth values of both kinds; 2 and 3 for numbers above
+    and below 0."""
+    symbols: dict[sympy.Symbol, int] = dict(given or {})
     made = []
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         generator = torch.Generator().manual_seed(data)

@@ -209,8 +209,15 @@ def is_handle(x: Any) -> bool:
     )
 
 
-def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted: Sequence[int]) -> list[Tensor | None]:
-    """Gradients of the tensors `wanted` that code was given, for `grads` of those of its results that `of` names."""
+def gradients(
+    handle: Tensor,
+    grads: Sequence[Tensor],
+    of: Sequence[int],
+    wanted: Sequence[int],
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> list[Tensor | None]:
+    """Gradients of the tensors `wanted` that code was given, for `grads` of those of its results that `of` names. within():
+    is entered while the code's backward runs."""
     tape = _tapes.get(int(handle))
     if tape is None:
         return [None] * len(wanted)
@@ -229,7 +236,7 @@ def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted
         leaf.grad = None
     tape.returned.inside = True
     try:
-        with autograd_on():
+        with autograd_on(), within():
             if pairs and inputs:
                 results = [r for r, _ in pairs]
                 retain = keep or bool(tape.cuts)

@@ -34,7 +34,7 @@ from megafx.ir.nodes import argument, draw_of, is_draw, op_name, set_arguments
 from megafx.ir.program import HELD, PLACEMENT, VAL, Batch, Builder, Phase, Program, ancestors, located, tensors_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import DrawAxis
-from megafx.ops.eager_call import find_call
+from megafx.ops.eager_call import cut_rows, find_call
 from megafx.passes.localize.editor import Localizer
 from megafx.passes.localize.rewrites import localize_mean
 from megafx.passes.plan.statistics import NAME, spell_out_statistics
@@ -314,6 +314,18 @@ class Typer:
             else:
                 if best is None or price < best[0]:
                     best = price, made
+        by_rows = find_call(str(node.args[4])).by_rows if node.target is eager_call else None
+        if best is not None and by_rows is not None:
+            if not by_rows.linear and not any(spec.loss for spec in self.program.outputs):
+                raise PlanError(
+                    f"{self.policy.what} cannot cut the {self.policy.of}: '{find_call(str(node.args[4])).fqn}' computes with "
+                    "gradients what is not linear in them, and those of a loss that is computed outside of the model, from a "
+                    "rank's rows, are greater than in one process",
+                    fix="compute the loss in the model's forward and return it, or use "
+                    "Config(data_parallel_loss='average'), with which it sees the gradients that DistributedDataParallel gives",
+                    **located(node),
+                )
+            cut_rows(str(node.args[4]))
         if best is None and node.target is eager_call:
             what = find_call(str(node.args[4])).what
             raise PlanError(

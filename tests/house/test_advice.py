@@ -29,6 +29,8 @@ ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
     "forward asks whether a tensor was made in inferen": "loop/situations/state/loop_state_held.py",
     "a hook changed '<name>', and forward reads that": "runtime/test_hooks.py",
     "<what> cannot cut the <of>: <what>, which would s": "loop/situations/steps/loop_data_parallel.py",
+    "<what> cannot cut the <of>: '<fqn>' computes with": "loop/situations/forward/loop_functions_of_rows.py",
+    "code that stays eager computes otherwise than whe": "loop/situations/forward/loop_functions_of_rows.py",
     "a hook on the output <names>, retain_grad() of i": "runtime/test_hooks_on_outputs.py",
     "forward reads '<name>', which requires a gradient": "loop/situations/parameters/loop_held_parameters.py",
     "forward writes into its argument '<own>', which s": "loop/situations/steps/loop_written_arguments.py",
