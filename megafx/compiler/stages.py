@@ -39,6 +39,7 @@ from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
 from megafx.passes.experts.dispatch_experts import dispatch_experts
 from megafx.passes.experts.drop_expert_values import drop_expert_values
+from megafx.passes.experts.drop_idle_masks import drop_idle_masks
 from megafx.passes.experts.group_by_expert import group_by_expert
 from megafx.passes.experts.join_experts import join_experts
 from megafx.passes.experts.own_experts import own_experts
@@ -115,6 +116,7 @@ def check_types(program: Program, context: CompileContext) -> int:
 # Whole shapes: find the form in which the model is planned, plan it, and put transitions where placements change.
 PLANNING: tuple[PassFunction, ...] = (
     canonicalize,
+    drop_idle_masks,
     own_experts,
     share_logsumexp,
     fuse,
