@@ -186,7 +186,7 @@ def test_verify_and_replay_by_name(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["replay", "dumped", *model]) == 0
     assert re.search(r"the same \d+ graphs", capsys.readouterr().out)
-    file = tmp_path / "dumped" / "04_fuse.txt"
+    file = tmp_path / "dumped" / "05_fuse.txt"
     file.write_text(file.read_text().replace("gelu", "silu"))
     assert main(["replay", "dumped", *model]) == 1
     assert "the first graph that differs is that after 'fuse'" in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_progress_tells_the_stages():
         megafx.plan(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=torch.randn(2, 3, 4))
     begun, ended = ([name for name, seconds in seen if (seconds is None) == now] for now in (True, False))
     assert begun == [ended[-1], *ended[:-1]]
-    assert begun[:4] == ["plan", "capture", "canonicalize", "own_experts"]
+    assert begun[:4] == ["plan", "capture", "canonicalize", "drop_idle_masks"]
 
 
 def test_explain_a_hugging_face_config(llama, capsys):
