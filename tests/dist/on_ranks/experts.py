@@ -79,7 +79,38 @@ def experts_split_over_ranks(kind: str) -> str:
     return f"{len(batches)} steps on {dist.get_world_size()} x {device.type}, worst {worst:.1e}"
 
 
+def experts_shared_out(kind: str, dtype: torch.dtype, graphs: bool) -> str:
+    """Two data-parallel ranks with half of the experts each; steps of one size, so that they are recorded where graphs are."""
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    rtol = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.02}[dtype]
+    plain = Mixture().to(device)
+    sizes = {"data_parallel_size": 2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 1}
+    model = megafx.parallelize(copy.deepcopy(plain).to(dtype), megafx.Config(**sizes, cuda_graphs=graphs))
+    plain.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, plain)]
+    for step in range(10):
+        batch = torch.randn(4, 9, HIDDEN, dtype=torch.float64)  # seeded by Mixture()
+        mine = batch.chunk(2)[dist.get_rank()].to(device, dtype)
+        losses = [model(mine), plain(batch.to(device, plain.first.weight.dtype))]
+        for loss in losses:
+            loss.backward()
+        near(losses[0].detach(), losses[1].detach(), f"the loss of step {step}", rtol)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step(), optimizer.zero_grad()
+    state = megafx.full_state_dict(model)
+    for name, p in plain.named_parameters() if dtype != torch.bfloat16 else ():
+        near(state[name], p.detach(), name, rtol)
+    (graph,) = [g for found in model.megafx.graphs.values() for g in found]
+    rooms, recorded = graph.executable.rooms, graph.executable.graphs
+    assert rooms.given and not rooms.waits
+    replayed = recorded is not None and any(s.forward and s.backward for s in recorded.sizes.values())
+    assert not graphs or replayed, [s.refused for s in recorded.sizes.values()]
+    return f"10 steps of {dtype} shared out over {dist.get_world_size()} x {device.type}{', replayed' * replayed}"
+
+
 check(2, 3, slow=(3,), name="experts_split_over_ranks")(lambda: experts_split_over_ranks("cpu"))
+check(2, name="experts_shared_out_in_steps_of_one_size")(lambda: experts_shared_out("cpu", torch.float64, False))
 
 
 def main() -> None:
@@ -87,9 +118,11 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
-    seen = experts_split_over_ranks("cuda" if cuda else "cpu")
+    seen = [experts_split_over_ranks("cuda" if cuda else "cpu")]
+    for dtype, graphs in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)) if cuda else ():
+        seen.append(experts_shared_out("cuda", dtype, graphs))
     if dist.get_rank() == 0:
-        print("same experts:", seen)
+        print("same experts:", *seen, sep="\n")
     dist.destroy_process_group()
 
 
