@@ -183,6 +183,7 @@ class _Trial:
     reference: str
     limit: float  # tolerance
     requires_grad: list[str]  # outputs for which the graph's is not eager mode's
+    captured: Program
 
     @property
     def t(self) -> int:
@@ -221,8 +222,10 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
     so many groups of them, each with its part of the batch.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
-    The model is used as it is (train or eval, with its weights) and left unchanged.
+    The model is used as it is (train or eval, with its weights) and left unchanged: a copy is captured, whose graph serves the
+    repeated calls, too.
     """
+    call = replace(call, model=copy_of_model(call.model))
     trial = _trial(call, call.config, tolerance, data)
     verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
     if not verdict.ok and data is not None:
@@ -241,15 +244,19 @@ def verify_call(call: ExampleCall, tolerance: float | None = None, data: DataAxi
 
 
 def repeat(call: ExampleCall, trial: _Trial) -> Repeated:
-    """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
-    model, random = copy_of_model(call.model), trial.reference != "eager"
+    """More calls of the model on one rank, which they change, with changes between them. The first has the graph that `trial`
+    captured."""
+    model, random = call.model, trial.reference != "eager"
     alone = call.config.of_one_rank(cache=False)
     runtime = Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn)
     runtime.uncaptured.earlier |= call.uncaptured.earlier  # captures of a copy go as those of the model
     make_parallel(runtime)
     written = _written(trial.sharded.program)
+    captured = trial.captured.copy()
     with unchanged(written):
-        return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs, written).run(random, trial.limit)
+        return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs, captured, written).run(
+            random, trial.limit
+        )
 
 
 def verify_on_ranks(call: ExampleCall, tolerance: float | None = None) -> Verdict:
@@ -418,7 +425,7 @@ def _trial(call: ExampleCall, config: Config, tolerance: float | None, data: Dat
     reference = "megafx at t=1" if random else "eager"
     needs = {o.name: o.requires_grad for o in sharded.program.outputs if o.kind == "user"}
     differ = [name for name, value in eager.items() if value.requires_grad != needs[name]]
-    return _Trial(sharded, single, values, wanted, reference, limit, differ)
+    return _Trial(sharded, single, values, wanted, reference, limit, differ, captured)
 
 
 def _written(program: Program) -> list[Place]:

@@ -25,6 +25,7 @@ from megafx.checks.simulate import Logical, relative_error, relative_errors
 from megafx.distributed.parameters import RUNTIME
 from megafx.errors import CaptureError
 from megafx.ir.model_copies import deep_copy
+from megafx.ir.program import Program
 from megafx.ir.python_state import PLAIN, Place, leaf_places, parts_of, same, unchanged
 from megafx.runtime.bound_graph import BoundGraph
 from megafx.runtime.keys import Call
@@ -57,8 +58,8 @@ class _Seen:
 
 
 class RepeatedCalls:
-    """model: parallelized on one rank, and changed here. args, kwargs, loss_inputs: of a call. written: where forward leaves
-    something; what of that is in classes and globals, eager mode leaves as it was."""
+    """model: parallelized on one rank, and changed here. args, kwargs, loss_inputs: of a call. captured: its program, which is
+    compiled. written: where forward leaves something; what of that is in classes and globals, eager mode leaves as it was."""
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class RepeatedCalls:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         loss_inputs: Mapping[str, Any] | None,
+        captured: Program,
         written: Sequence[Place] = (),
     ) -> None:
         self.model, self.written = model, written
         self.runtime: Runtime = vars(model)[RUNTIME]
         normal = self.runtime._call_of(tuple(args), {**kwargs, **({"loss_inputs": loss_inputs} if loss_inputs else {})})
         self.args, self.kwargs, self.loss_inputs = normal.args, normal.kwargs, normal.loss_inputs
+        self.runtime.example = self.runtime._skeleton(normal, torch.is_grad_enabled()), captured
         self.found = Repeated()
 
     def run(self, random: bool, tolerance: float) -> Repeated:
@@ -97,17 +100,26 @@ class RepeatedCalls:
         return self.found
 
     def _with_other_numbers(self, places: list[Place], tolerance: float) -> None:
-        """Numbers and tensors change twice: a new graph is made, which serves the second time too."""
+        """Numbers and tensors change twice: a new graph is made, which serves the second time too. Where it has them baked in,
+        they change back instead, and the first graph has to serve again."""
         before = [(place, place.get()) for place in places]
         names = ", ".join(f"'{p.name}'" for p in places[:3]) + (f" and {len(places) - 3} more" if places[3:] else "")
         try:
             if self._matters(lambda: self._change(places), tolerance):
                 self._compare(f"of {names}", loss_alone=True, optional=True)
-                self._change(places)
-                self._compare(f"of {names} once more", loss_alone=True, optional=True)
+                graph = self._last_graph()
+                if graph is not None and graph.state_inputs():
+                    self._change(places)
+                    self._compare(f"of {names} once more", loss_alone=True, optional=True)
+                else:
+                    self._put(before)
+                    self._compare(f"of {names} and back", loss_alone=True, optional=True)
         finally:
-            for place, value in before:
-                place.set(value)
+            self._put(before)
+
+    def _put(self, values: list[tuple[Place, Any]]) -> None:
+        for place, value in values:
+            place.set(value)
 
     def _in_the_other_mode(self, tolerance: float) -> None:
         modes = {m: m.training for m in self.model.modules()}

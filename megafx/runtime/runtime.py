@@ -112,7 +112,7 @@ class Runtime:
         self.settled = Settled()
         self.uncaptured = Uncaptured(model, config)
         self.captures, self.turns = 0, Turns()
-        self.example: tuple[Hashable, Program | None] = None, None  # what it was planned by, until its first call
+        self.example: tuple[Hashable, Program | None] = None, None  # a program of its first call, and the form of that
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
@@ -391,12 +391,17 @@ class Runtime:
         modes = self.replacements, self.parameters.layout, forward, trained, cached, parameters, hooks
         return self.keys.skeleton(call, modes, grad)
 
-    def _example_of(self, skeleton: Hashable, call: Call) -> Program | None:
-        """What `start` captured to plan by, where the model's first call is of that form."""
-        (planned, program), self.example = self.example, (None, None)
-        if program is None or program.call is None or planned != skeleton:
-            return None
-        return program if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is None else None
+    def _example_of(self, skeleton: Hashable, call: Call) -> dict[bool, Program]:
+        """What was captured already of the model's first call: as it is (False), or in its training form (True)."""
+        (form, program), self.example = self.example, (None, None)
+        if program is None or program.call is None:
+            return {}
+        if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is not None:
+            return {}
+        forms = {False: skeleton}
+        if torch.is_grad_enabled():
+            forms[True] = self._skeleton(call, True, training=True)
+        return {training: program for training, wanted in forms.items() if wanted == form}
 
     def _small_sizes(
         self, graphs: Sequence[BoundGraph], call: Call, varying: frozenset[int], grad: bool
@@ -432,9 +437,9 @@ class Runtime:
         state: Mapping[str, Place],
         grad: bool,
         captured: Program | None = None,
-        example: Program | None = None,
+        examples: Mapping[bool, Program] = MappingProxyType({}),
     ) -> BoundGraph:
-        """captured: the program of the call, where it was captured already; example: that of an example of it."""
+        """captured: the program of the call, where it was captured already; examples: as of `_example_of`."""
         if self.mesh is not None:
             for name, param in zip(self.state.slots, self.parameters.current, strict=True):
                 if param is not None and not isinstance(param, TPTensor):
@@ -444,7 +449,7 @@ class Runtime:
         is_training = context.training and all(m.training for m in self.modules) and not call.under_no_grad
 
         def capture(training: bool) -> Program:
-            made = None if training else captured or example
+            made = examples.get(training) if training or captured is None else captured
             made = made or self._capture(call, varying, state, training=training, grad=grad)
             want_state(context.wants_grad, made, grad, reduced=self.meshes.data is not None)
             return made

@@ -48,6 +48,7 @@ from megafx.ir.program import (
     number_sizes,
     recompute_val,
 )
+from megafx.ir.size_arithmetic import remembering
 from megafx.ir.sizes import SizeEmitter, size_sources
 from megafx.meanwhile import meanwhile
 from megafx.passes.backward.functional import functional
@@ -169,6 +170,7 @@ def _tracing(program: Program) -> Iterator[None]:
         }  # fmt: skip
         stack.enter_context(meanwhile(proxy_tensor, **own))
         stack.enter_context(program.fake_mode)
+        stack.enter_context(remembering(program.fake_mode.shape_env))
         stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
         yield
 

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import megafx
+from megafx.capture.export import capture_call
 from megafx.ir.program import Program
 from megafx.planner.context import CompileContext
+from megafx.runtime.bound_graph import BoundGraph
+from megafx.runtime.runtime import Runtime
 from megafx.runtime.written_arguments import written_arguments
 
 TWO = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
@@ -115,6 +118,51 @@ def test_calls_with_changed_state_are_compared() -> None:
     changed = " ".join(found.repeated.errors)
     assert all(what in changed for what in ("parameters", "rows", "scale", "once more", "mode")), changed
     assert (COEFFICIENT, model.scale, model.calls, model.norms, model.training) == (1.5, 0.5, 0, [], True)
+
+
+class Normalized(nn.Module):
+    """Of a number that no graph takes as an input: `F.layer_norm` wants one that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 6), nn.LayerNorm(6, eps=0.1), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x))).square().mean()
+
+
+@pytest.mark.repeated_calls
+def test_numbers_that_are_baked_in_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the first call serves again: the program is captured once for the ranks and this one, and once more for the
+    other number, without and with it as an input."""
+    captured: list[frozenset[str]] = []
+
+    def counted(*args: Any, **options: Any) -> Program:
+        captured.append(frozenset(options.get("state", ())))
+        return capture_call(*args, **options)
+
+    monkeypatch.setattr("megafx.compiler.captured.capture_call", counted)
+    x = torch.randn(5, 8).double()
+    found = megafx.verify(Normalized().double(), TWO, example_inputs={"x": x})
+    assert found and [*found.repeated.errors][-2:] == ["of 'norm.eps'", "of 'norm.eps' and back"], found.repeated
+    assert captured == [frozenset(), frozenset({"norm.eps"})]
+
+
+@pytest.mark.repeated_calls
+def test_a_graph_that_serves_another_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the first number does not come back: the latest serves every call."""
+    fits, bind, bound = BoundGraph.fits, Runtime._bind, list[BoundGraph]()
+
+    def kept(*args: Any) -> BoundGraph:
+        bound.append(bind(*args))
+        return bound[-1]
+
+    monkeypatch.setattr(Runtime, "_bind", kept)
+    monkeypatch.setattr(
+        BoundGraph, "fits", lambda graph, call: fits(graph, call) if len(bound) == 1 else graph is bound[-1]
+    )
+    found = megafx.verify(Normalized().double(), TWO, example_inputs={"x": torch.randn(5, 8).double()})
+    assert not found and [*found.repeated.wrong(1e-10)] == ["of 'norm.eps' and back"], found
 
 
 SEEN: list[float] = []
