@@ -1,5 +1,6 @@
 """`float(x.norm())`, `int(mask.sum())`, `bool(found.any())`: numbers of a tensor's data, as `.item()` reads them, and
-`len(x[mask])`, as `.shape[0]` does.
+`len(x[mask])`, as `.shape[0]` does. On data-parallel ranks also of sizes (`len(x)`, `math.sqrt(len(x))`), of which the batch's
+has to stay one.
 
 Python wants a number of these calls, and a trace has none. Where one fails, the model is traced once more with other code for
 that function: the same, but for the names `float`, `int`, `bool` and `len` where it calls them. What they give of traced
@@ -32,6 +33,22 @@ from megafx.ir.source_lines import is_installed, is_user_file
 from megafx.meanwhile import replacing
 from megafx.ops.of_numbers import OF_NUMBERS
 from megafx.progress import also_among_frozen
+
+
+@dataclass
+class Converting:
+    """codes: code that is traced with conversions of ours -> whether those of sizes are, too. numbered: code of the user's that
+    has made numbers of sizes in a trace."""
+
+    codes: dict[types.CodeType, bool] = field(default_factory=dict)
+    numbered: dict[types.CodeType, None] = field(default_factory=dict)
+
+    def keep_sizes(self) -> bool:
+        """From here on sizes stay sizes in all code that has made numbers of them; False where this is so already."""
+        new = [code for code in self.numbered if not self.codes.get(code)]
+        self.codes |= dict.fromkeys(new, True)
+        return bool(new)
+
 
 _NAMES = ("float", "int", "bool", "len")
 _LOAD, _CONSTANT, _NULL, _NOP = (dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_CONST", "PUSH_NULL", "NOP"))
@@ -76,21 +93,24 @@ def original(code: types.CodeType) -> types.CodeType:
     return _MADE_OF.get(code, code)
 
 
-def with_conversions(code: types.CodeType) -> types.CodeType:
-    """The code with conversions of traced numbers in place of Python's."""
-    made = next((new for new, old in _MADE_OF.items() if old is code), None) or _with_conversions(code)
+def with_conversions(sizes: bool, code: types.CodeType) -> types.CodeType:
+    """The code with conversions of traced numbers in place of Python's. sizes: also of sizes."""
+    found = (new for new, old in _MADE_OF.items() if old is code and (new in _OF_SIZES) == sizes)
+    made = next(found, None) or _with_conversions(sizes, code)
     _MADE_OF[made] = code
+    if sizes:
+        _OF_SIZES[made] = None
     return made
 
 
-def _with_conversions(code: types.CodeType) -> types.CodeType:
-    constants = [with_conversions(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+def _with_conversions(sizes: bool, code: types.CodeType) -> types.CodeType:
+    constants = [with_conversions(sizes, x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
     text = bytearray(code.co_code)
     for step, name in _calls(code):
         if len(constants) > 255:  # no room for it: the error stays
             break
         load = [_CONSTANT, len(constants)]
-        constants.append(_CONVERSIONS[name])
+        constants.append(_CONVERSIONS[name, sizes])
         end = step.offset + 2 + 2 * _caches(_LOAD)
         start = step.offset - (2 if step.arg is not None and step.arg > 255 else 0)
         # The callable is behind the NULL up to Python 3.12, and before it later.
@@ -103,9 +123,13 @@ def _caches(opcode: int) -> int:
     return dis._inline_cache_entries[opcode]  # type: ignore[attr-defined]  # no public name has it in Python 3.11
 
 
-def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
+def _converted(name: str, sizes: bool, *args: Any, **kwargs: Any) -> Any:
     """What a conversion gives in a trace."""
     value = args[0] if len(args) == 1 and not kwargs else None
+    if sizes and name == "len" and isinstance(value, FakeTensor) and value.dim():
+        return value.shape[0]
+    if sizes and name in ("int", "float") and isinstance(value, torch.SymInt):
+        return value if name == "int" else torch.sym_float(value)
     if isinstance(value, FakeTensor):
         value = value.item() if name != "len" else value.shape[0] if value.dim() else None
     if not _of_data(value):
@@ -117,6 +141,15 @@ def _converted(name: str, *args: Any, **kwargs: Any) -> Any:
     if isinstance(value, torch.SymBool):
         value = torch.sym_ite(value, 1, 0)
     return torch.sym_float(value) if name == "float" else torch.sym_int(value)
+
+
+@replacing
+def made_number(numbered: dict[types.CodeType, None], old: Callable[[torch.SymInt], Any], self: torch.SymInt) -> Any:
+    """`__index__`, `__int__` or `__float__` of sizes."""
+    code = sys._getframe(2).f_code  # behind _here_alone
+    if is_user_file(code.co_filename):
+        numbered[original(code)] = None
+    return old(self)
 
 
 @replacing
@@ -184,11 +217,19 @@ def limits(old: Callable[..., Any], /, *args: Any, tensor_callable: Any, **kwarg
 
 
 @replacing
-def of_numbers(name: str, old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def of_numbers(
+    name: str, numbered: dict[types.CodeType, None], old: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """A function of `math`, also of numbers of data and of those that forward counts. That of one number that was read from a
     tensor is computed by torch, in fp64, as it may meet tensors: where `math` raises an error (the logarithm of 0) it has an
     infinity or NaN. Others are numbers alone."""
     counted = any(isinstance(x, HostNumber) for x in args)
+    if len(args) == 1 and isinstance(args[0], (torch.SymInt, torch.SymFloat)) and not _of_data(args[0]):
+        of_sizes, code = getattr(torch, f"_sym_{name}", None), sys._getframe(2).f_code  # behind _here_alone
+        if of_sizes is not None and code in _OF_SIZES:
+            return of_sizes(args[0])
+        numbered[original(code)] = None
+        return old(*args, **kwargs)
     if kwargs or not 1 <= len(args) <= 2 or not (counted or any(map(_of_data, args))):
         return old(*args, **kwargs)
     if counted:
@@ -264,8 +305,9 @@ def _limited(a: Any, b: Any, limit: Callable[..., Any]) -> Any:
     return limit(*(torch.scalar_tensor(x, dtype=torch.int64) for x in (a, b))).item()
 
 
-_CONVERSIONS = {name: functools.partial(_converted, name) for name in _NAMES}
+_CONVERSIONS = {(name, of): functools.partial(_converted, name, of) for name in _NAMES for of in (False, True)}
 _MADE_OF: dict[types.CodeType, types.CodeType] = {}
+_OF_SIZES: dict[types.CodeType, None] = {}  # code whose sizes stay sizes
 
 
 def _of_data(value: Any) -> bool:

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
 from megafx.capture.asked import Asked
+from megafx.capture.conversions import Converting
 from megafx.capture.dims import NamedDims, Traced, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.eager_parts import CallValues
 from megafx.capture.errors import refuse_leaves, refuse_quantised, refuse_scripted, translate
@@ -94,7 +95,7 @@ def capture_call(
     state: Mapping[str, Place] | None = None,
     functions: Sequence[CodeType] = (),
     scaled: bool = False,
-    converting: Sequence[CodeType] = (),
+    converting: Converting | None = None,
     earlier: dict[Hashable, Traced] | None = None,
     under_no_grad: bool = False,
     asking: bool = True,
@@ -259,7 +260,7 @@ class _Capture:
     followed: Followed
     functions: Sequence[CodeType] = ()
     scaled: bool = False
-    converting: Sequence[CodeType] = ()
+    converting: Converting | None = None
     earlier: dict[Hashable, Traced] = field(default_factory=dict)
     asking: bool = True
     notes: list[str] = field(default_factory=list)
@@ -271,6 +272,7 @@ class _Capture:
 
     def __post_init__(self) -> None:
         self.given, self.given_dims = self.leaves, self.dims.names
+        self.times = {"batch": self.data_ranks}  # what the model sees of a call's sizes
         self.kind, self.without_fixed = self._kind(self.dims.constant), self._kind(())
 
     def run(self, fixed: frozenset[str]) -> Program:
@@ -368,7 +370,7 @@ class _Capture:
         the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
         """
         fixed = {name: self.dims.user[name] for name in self.dims.constant}
-        user = {name: max(size, 2) for name, size in self.dims.user.items()} | fixed
+        user = {name: max(size * self.times.get(name, 1), 2) for name, size in self.dims.user.items()} | fixed
         hints = self.dims.hints | fixed
         plan = [(hints, "named"), (hints, "deferred")]
         plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
@@ -433,9 +435,12 @@ class _Capture:
         follow: list[tuple[sympy.Expr, int]] = []
         users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+        named = iter(self.dims.names)
         for spec, (_, leaf) in zip(users, self.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
+                names = next(named)
+                for d, (want, own) in enumerate(zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True)):
+                    size = own * self.times.get(names.get(d, ""), 1)
                     if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
                         bound[want.node.expr] = size
                     elif isinstance(want, torch.SymInt):

@@ -41,12 +41,14 @@ from megafx.capture.code_names import names_of
 from megafx.capture.conversions import (
     MATH,
     OF_NUMPY,
+    Converting,
     as_numpy_asks,
     comparison,
     functions_with,
     hash_for_users,
     imported_by_name,
     limits,
+    made_number,
     of_numbers,
     quotient,
     rounded,
@@ -152,7 +154,7 @@ def replacements(
     reads: Reads | None = None,
     hooks: Sequence[Around] = (),
     functions: Sequence[LeftFunction] = (),
-    converting: Sequence[CodeType] = (),
+    converting: Converting | None = None,
     layers: LikeLayers | None = None,
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
@@ -265,13 +267,6 @@ def replacements(
     why = "a number that is read from a tensor may be 0; sizes are taken to be at least 1"
     table.append(Replacement(non_strict_utils, "_tensor_min_max", limits, why))
 
-    why = "functions of math want a number, of which a trace has none"
-    table += [Replacement(math, name, partial(of_numbers, name), why) for name in MATH]
-    table += [
-        Replacement(names, own, partial(of_numbers, name), why)
-        for names, own, name in imported_by_name(math, MATH, LIBRARIES)
-    ]
-
     why = "a mean over all batches, momentum=None, takes the number of batches from a buffer: torch's code reads it as a float"
     table += [Replacement(batchnorm._BatchNorm, "forward", _cumulative, why)]
 
@@ -282,8 +277,21 @@ def replacements(
     table += [Replacement(torch.inference_mode, name, _inference_mode, why) for name in ("__enter__", "__exit__")]
 
     why = "`float(tensor)` has to be a number, of which a trace has none"
-    for function in dict.fromkeys(f for code in converting for f in functions_with(code)):
-        table.append(Replacement(function, "__code__", with_conversions, why))
+    converting = converting or Converting()
+    for function, sizes in {f: sizes for code, sizes in converting.codes.items() for f in functions_with(code)}.items():
+        table.append(Replacement(function, "__code__", partial(with_conversions, sizes), why))
+
+    why = "code that makes a number of the batch's size is told from code that fixes it"
+    makes = partial(made_number, converting.numbered)
+    table += [Replacement(torch.SymInt, f"__{x}__", makes, why) for x in ("index", "int")]
+    table += [Replacement(torch.SymFloat, f"__{x}__", makes, why) for x in ("float", "int")]
+
+    why = "functions of math want a number, of which a trace has none"
+    table += [Replacement(math, name, partial(of_numbers, name, converting.numbered), why) for name in MATH]
+    table += [
+        Replacement(names, own, partial(of_numbers, name, converting.numbered), why)
+        for names, own, name in imported_by_name(math, MATH, LIBRARIES)
+    ]
 
     why = "a function that decides by data is one node, whatever it is called by: its code is another meanwhile"
     for left in functions:
@@ -544,7 +552,7 @@ def prepared(
     storing: Collection[Hashable] = (),
     functions: Sequence[CodeType] = (),
     probes: Probes | None = None,
-    converting: Sequence[CodeType] = (),
+    converting: Converting | None = None,
     layers: LikeLayers | None = None,
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
@@ -552,8 +560,8 @@ def prepared(
     eager: globs of submodules that are one node each. note_eager(topic, text, fqn): called with what they are, and which
     modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
     modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads. functions: code
-    of those that are one node each. probes: real inputs of what stays eager. converting: code whose conversions of tensors to
-    numbers are traced. layers: makes the traces of layers that are alike.
+    of those that are one node each. probes: real inputs of what stays eager. converting: code whose conversions to numbers
+    are traced. layers: makes the traces of layers that are alike.
     """
     with _LOCK:
         configs = configs_of(model)

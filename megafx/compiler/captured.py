@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megafx.capture.conversions import Converting
 from megafx.capture.dims import Traced
 from megafx.capture.eager_parts import NotAlone, functions_on_line
 from megafx.capture.export import capture_call
@@ -44,7 +45,7 @@ class Uncaptured:
         self.reasons: dict[str, CaptureError] = {}
         self.functions: dict[CodeType, CaptureError] = {}  # code of functions that are left eager
         self.refused: set[CodeType] = set()  # and of those that cannot be
-        self.converting: dict[CodeType, None] = {}  # code whose `float(tensor)` is `.item()`
+        self.converting = Converting()
         self.earlier: dict[Hashable, Traced] = {}  # how captures went, see `capture_call`
         self.scaled = False  # see `Probes` of ops/eager_probes.py
 
@@ -60,8 +61,13 @@ class Uncaptured:
         while True:
             try:
                 options |= {"eager": self.eager, "functions": tuple(self.functions), "scaled": self.scaled}
-                options["converting"] = tuple(self.converting)
+                options["converting"] = self.converting
+                self.converting.numbered.clear()
                 program = capture_call(self.model, *args, earlier=self.earlier, **options)
+                lost = int(options.get("data_ranks", 1)) > 1 and "batch" not in program.sizes.symbols
+                if lost and self.converting.keep_sizes():
+                    self.earlier.clear()  # by it the size would be fixed again
+                    continue
                 _refuse_what_canonicalize_does(program)
                 break
             except NotAlone as error:
@@ -87,10 +93,10 @@ class Uncaptured:
     def _converts(self, error: CaptureError) -> bool:
         """True if one more code is traced with `float`, `int` and `bool` of tensors as `.item()`."""
         code = error.converts
-        if code is None or code in self.converting:
+        if code is None or code in self.converting.codes:
             return False
         error.__traceback__ = error.__context__ = None  # it holds all that was traced
-        self.converting[code] = None
+        self.converting.codes[code] = False
         return True
 
     def _leaves(self, error: CaptureError, part: str) -> bool:

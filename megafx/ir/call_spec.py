@@ -269,11 +269,14 @@ class CallSpec:
         return (*call_tree(args, kwargs, loss_inputs), self.state.values() if state is None else dict(state))
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
-        for symbol, size in bound.items():
+        whole = {symbol: size * self.parts.get(symbol, 1) for symbol, size in bound.items()}
+        for symbol, size in whole.items():
             least, greatest = self.ranges.get(symbol, (0, size))
             if not least <= size <= greatest:
                 return f"size {size} is outside of [{least}, {greatest}], for which the graph is valid"
-        condition = violated(self.conditions, bound, self.decided)
+        condition = violated(self.conditions, whole, self.decided)
+        if condition is None and self.parts:  # ops compute with the sizes of one rank
+            condition = violated([c for c in self.conditions if c not in self.decided], bound, self.decided)
         return None if condition is None else f"the trace assumed {condition}, which does not hold for {bound}"
 
     def _undecided(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:

@@ -381,6 +381,10 @@ class _EmitAnalysis(PythonReferenceAnalysis):
         return x.unary(math.floor) if isinstance(x, _Emit) else math.floor(x)
 
     @staticmethod
+    def round_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return x.unary(round) if isinstance(x, _Emit) else round(x)
+
+    @staticmethod
     def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
         return x.unary(math.trunc) if isinstance(x, _Emit) else math.trunc(x)
 

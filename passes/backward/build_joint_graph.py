@@ -288,7 +288,8 @@ def _check_symbols(program: Program, before: set[Any], traced: NodeGradients) ->
         raise MegafxError(
             f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"
             + (f", at {node.target}" if node is not None else ""),
-            fix="the op or its gradient asks for the number itself: write it with symbolic sizes, or keep that size static",
+            fix="the op or its gradient asks for the number itself: write it with symbolic sizes, or give it a plain number, "
+            "int(x.shape[0]), for each of which there is a graph then",
             **(located(node) if node is not None else {}),
         )
 

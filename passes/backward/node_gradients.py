@@ -78,8 +78,11 @@ class _Call:
 
 
 def _tells_sizes_apart(guard: Any) -> bool:
-    """True of a guard by which of two sizes is larger. Sizes of 0 and 1 have graphs of their own, what is computed of sizes
-    that may differ holds for equal ones, and quotients are of sizes that the call has to have."""
+    """True of a guard by which of two sizes is larger, or by what a number computed of one is (`1 / size`). Sizes of 0 and 1
+    have graphs of their own, what is computed of sizes that may differ holds for equal ones, and quotients are of sizes that
+    the call has to have."""
+    if isinstance(guard, sympy.Eq) and guard.has(sympy.Float):
+        return True
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)) or guard.has(FloorDiv):
         return False
     number = next((n for n in guard.args if n.is_number), None)

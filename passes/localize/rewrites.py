@@ -57,7 +57,7 @@ def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> No
     name, power = str(node.target), node.args[1] if node.target is aten.pow.Tensor_Scalar else None
     eps = argument(node, "eps") if "norm" in name else None
     bare = isinstance(eps, (int, float)) and eps < SMALL_EPS
-    if power is not None and power >= 1 and float(power).is_integer():
+    if isinstance(power, (int, float)) and power >= 1 and float(power).is_integer():
         return
     at, fill = POLES.get(name, (-1, 0.0))
     for operand, placement in zip(local.rules[node].operands, choice.ins, strict=True):

@@ -103,7 +103,8 @@ def place_axes(program: Program, context: CompileContext) -> int:
             raise PlanError(
                 f"the {policy.of} of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
                 fix=f"give example inputs of at least two rows, all with the {policy.of} as their first dim; where the model's "
-                f"own code makes a number of it (len(x)), write x.shape[0], or use {policy.other}",
+                "own code makes a number of it (len(x), a loop over rows), write x.shape[0], for all rows at once, or use "
+                f"{policy.other}",
             )
         typer = Typer(program, policy, symbol)
         changes += spell_out_statistics(program, typer.over_rows) + typer.run()

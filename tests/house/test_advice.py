@@ -13,6 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 ELSEWHERE: dict[str, str] = {  # row -> the test file that follows its advice
+    "differentiating the model fixes the sizes <fixed": "loop/situations/steps/loop_sizes_of_batches.py",
     "load_state_dict(assign=True) <found>, and shards": "dist/on_ranks/weights.py",
     "the storage of <self> is asked for, which is in pa": "dist/on_ranks/weights.py",
     "forward calls requires_grad_(<wanted>) of an argum": "loop/situations/forward/loop_asked.py",
@@ -131,7 +132,6 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
     ],
     "a fault of a pass or rule of one's own, or of megafx: the advice is where to look": [
         "<target> writes into memory, which cannot be wri",
-        "differentiating the model fixes the sizes <fixed",
         "output '<lost>' requires a gradient in eager mod",
         "pass '<name>' changed numbers: <worst> by <worst",
         "pass '<name>' changes program.graph after it was",

@@ -1,0 +1,80 @@
+"""Code that makes numbers of the batch's size: of all rows, also where each data-parallel rank has some of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafx.errors import MegafxError
+
+FORMS = ("ddp", "zero1", "fsdp")
+BATCH = "https://github.com/huggingface/transformers/issues/34198"
+Of = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """of: (the model, rows, labels) -> a loss."""
+
+    def __init__(self, of: Of) -> None:
+        super().__init__()
+        self.up, self.down, self.of = nn.Linear(7, 12), nn.Linear(12, 5), of
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.of(self, x, y)
+
+
+def train(loop: Loop, of: Of, rows: tuple[int, ...] = (6, 4, 8)) -> None:
+    model = loop.model(Net(of))
+    for n in rows:
+        model.zero_grad()
+        loss = model(loop.rows(torch.randn(n, 7)), loop.rows(torch.randint(0, 5, (n,))))
+        loss.backward()
+        loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+
+
+@situation(BATCH, data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def a_loss_is_divided_by_len(loop: Loop) -> None:
+    total: Of = lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="sum")
+    train(loop, lambda m, x, y: total(m, x, y) / len(x))
+    train(loop, lambda m, x, y: total(m, x, y) / max(int(x.size(0)), 1) + total(m, x, y) / float(len(y)))
+    train(loop, lambda m, x, y: total(m, x / math.sqrt(len(x)), y) / math.sqrt(x.shape[0]))
+    train(loop, lambda m, x, y: -F.log_softmax(m.logits(x), -1)[torch.arange(len(x)), y].sum() / len(y))
+    train(loop, lambda m, x, y: total(m, x, y) / (round(x.shape[0] * 0.7) + 1))
+
+
+@situation(BATCH, data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def code_decides_by_the_size_of_the_batch(loop: Loop) -> None:
+    def by_size(m: Net, x: Tensor, y: Tensor) -> Tensor:
+        x = x * 1.5 if x.shape[0] > 4 else x
+        x = x + 1 if len(x) % 4 == 0 else x
+        return F.cross_entropy(m.logits(x), y) * (2.5 if x.size(0) >= 8 else 1.5)
+
+    train(loop, by_size, (6, 4, 8, 2, 12))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/93460", slow=(2,))
+def weights_of_means_are_made_of_sizes(loop: Loop) -> None:
+    """What a gradient takes a number of: refused, and with a plain number as in eager mode."""
+    if not loop.eager:
+        for of in (
+            lambda m, x, y: torch.lerp(m.up(x), x[:, :1], 1 / x.shape[0]).mean(),
+            lambda m, x, y: m.up(x).exp().pow(1 / x.shape[0]).mean(),
+            lambda m, x, y: F.celu(m.up(x), 1.0 * x.shape[0]).mean(),
+        ):
+            with pytest.raises(MegafxError, match="fixes the sizes .* to the traced ones, at aten") as error:
+                loop.model(Net(of))(torch.randn(6, 7), torch.zeros(6, dtype=torch.long)).backward()
+            assert "a plain number, int(x.shape[0])" in error.value.fix
+    torch.manual_seed(0)
+    train(loop, lambda m, x, y: torch.lerp(m.up(x), x[:, :1], 1 / int(x.shape[0])).mean())
+    train(loop, lambda m, x, y: m.up(x).exp().pow(1 / int(x.shape[0])).mean())
+    train(loop, lambda m, x, y: F.celu(m.up(x), 1.0 * int(x.shape[0])).mean())
