@@ -431,8 +431,7 @@ class _Capture:
 
     def _serves(self, exported: ExportedProgram) -> bool:
         """True if the conditions under which the trace holds are true for the call itself."""
-        bound: dict[sympy.Symbol, int] = {}
-        follow: list[tuple[sympy.Expr, int]] = []
+        bound, follow = dict[sympy.Symbol, int](), list[tuple[sympy.Expr, int]]()
         users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
         named = iter(self.dims.names)
