@@ -53,7 +53,8 @@ class DataShapeEnv(ShapeEnv):
 
     decided: conditions on sizes that hold in the trace and that the model's code asked about, in order. Those that hold for
     all sizes of at least 2 are in it too, for which ShapeEnv makes no guard. laid_out: those that `x.contiguous()` asked about:
-    whether it copies. questions: how often it may have asked.
+    whether it copies. questions: how often it may have asked. general: numbers of guards whose answer is the one that torch
+    goes on with where it cannot know (`guard_or_true`): what follows is right for the other answer, too.
     """
 
     model_runs: ClassVar[bool] = False  # one thread traces at a time
@@ -65,7 +66,7 @@ class DataShapeEnv(ShapeEnv):
         self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that the model's code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
         self.laid_out: dict[sympy.Basic, None] = {}
-        self.questions = 0
+        self.questions, self.general = 0, set[int]()
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
         self._taken: set[int] = set()
@@ -204,7 +205,9 @@ class DataShapeEnv(ShapeEnv):
             if known is not None:
                 return known
         try:
-            answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+            known, answer = len(self.guards), super().evaluate_expr(orig_expr, *args, **kwargs)
+            if (general := kwargs.get("fallback_value")) is not None and bool(answer) == general:
+                self.general.update(range(known, len(self.guards)))
             if self.model_runs:
                 self._note_answer(orig_expr, answer)
             return answer

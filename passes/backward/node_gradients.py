@@ -103,7 +103,8 @@ class NodeGradients:
         self.tracer: Any = mode.tracer
         self.graph: fx.Graph = mode.tracer.graph
         self.last = next(iter(reversed(self.graph.nodes)), None)
-        self.replacements, self.guards = program.fake_mode.shape_env.replacements, program.fake_mode.shape_env.guards
+        env: Any = program.fake_mode.shape_env
+        self.replacements, self.guards, self.general = env.replacements, env.guards, getattr(env, "general", ())
         self.known, self.guarded = len(self.replacements), len(self.guards)
         self.fixing: fx.Node | None = None
         self.decided: set[Any] = set()
@@ -260,9 +261,10 @@ class NodeGradients:
             self.known = len(self.replacements)
             if any(self.replacements.get(s, s).is_Integer for s in self.symbols):
                 self.fixing = origin
-        if new := self.guards[self.guarded :]:
+        if len(self.guards) > self.guarded:
+            new = [g.expr for i, g in enumerate(self.guards) if i >= self.guarded and i not in self.general]
             self.guarded = len(self.guards)
-            decided = {s for guard in new if _tells_sizes_apart(guard.expr) for s in guard.expr.free_symbols}
+            decided = {s for guard in new if _tells_sizes_apart(guard) for s in guard.free_symbols}
             self.decided |= decided & self.symbols
             self.fixing = origin if decided and self.fixing is None else self.fixing
         metas = [dict(n.meta) for n in nodes]

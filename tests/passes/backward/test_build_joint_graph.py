@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lowered import executable_of
 from torch import nn
 from torch.nn import functional as F
 
+import megafx
 from megafx.errors import MegafxError
 from megafx.ir.nodes import writes
 from megafx.ir.program import FQN, MADE_BY, PHASE, VAL, Phase, Program
@@ -223,6 +225,32 @@ def test_backward_that_decides_by_a_dynamic_size_is_refused() -> None:
     program = local_program(lambda w, x: (halved(w * x).sum(),), inputs, varying=("x",))
     with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones, at megafx_test.halved"):
         differentiate(program, [0], [0])
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(15, 8), nn.Linear(8, 15, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.out(self.table(ids))[:, :-1].contiguous()
+        return F.cross_entropy(logits.view(-1, 15), labels[:, 1:].reshape(-1))
+
+
+def test_an_op_may_ask_how_memory_is_laid_out_where_both_answers_are_right() -> None:
+    """The reshape of shifted logits asks whether they are of more than one token (`guard_or_true`)."""
+    torch.manual_seed(0)
+    eager = Shifted().double()
+    ours = megafx.parallelize(copy.deepcopy(eager), megafx.Config(tensor_model_parallel_size=1))
+    for length in (8, 2, 3):
+        ids = torch.randint(0, 15, (2, length))
+        for model in (eager, ours):
+            model.zero_grad()
+            model(ids, ids).backward()
+        torch.testing.assert_close(ours(ids, ids), eager(ids, ids), rtol=1e-10, atol=0)
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-14)
+    assert ours.megafx.captures == 2, "two tokens have a graph of their own: `contiguous` copies nothing there"
 
 
 def test_custom_ops_stay_whole() -> None:
