@@ -23,6 +23,14 @@ from megafx.meanwhile import meanwhile
 
 MARGIN = 8  # one part of so many more than was needed
 WASTED = 4  # calls that need less than half of the room, after which the host waits
+GREW = (
+    "more tokens went to the experts of a rank than there was room for: forward ran once more, with room for an eighth more "
+    "than was needed, as it does wherever a call needs still more"
+)
+WAITS = (
+    f"{WASTED} calls needed less than half of the room that others need for tokens of experts, as with sequences of other "
+    "lengths: from now on the host waits in each call for how many there are, and calls are not recorded as CUDA graphs"
+)
 
 
 class _Here(threading.local):
@@ -38,7 +46,8 @@ class Rooms:
     """Of the mixtures of one graph.
 
     given: mixture -> int64 [2] on the CPU, tokens and rows. waits: the host waits for what is needed. changed: called when
-    rooms have changed. agree: int64 [mixtures, 2], what is needed here -> on all ranks that run forward once more together.
+    rooms have changed. say: takes a note. agree: int64 [mixtures, 2], what is needed here -> on all ranks that run forward once
+    more together.
     """
 
     def __init__(self) -> None:
@@ -46,6 +55,7 @@ class Rooms:
         self.waits, self.wasted = False, 0
         self.agree: Callable[[Tensor], Tensor] = lambda needs: needs
         self.changed: Callable[[], None] = lambda: None
+        self.say: Callable[[str], None] = lambda note: None
         self._needs: dict[int, Tensor] = {}
 
     def watching(self, forward: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
@@ -69,22 +79,22 @@ class Rooms:
 
     def room(self, needed: Tensor, mixture: int) -> Tensor:
         self._needs[mixture] = needed
-        return exact(needed) if self.waits or mixture not in self.given else self.given[mixture]
+        return exact(needed) if self.waits or not self.given else self.given[mixture]
 
     def _sufficed(self, needs: list[list[int]]) -> bool:
         """False where forward has to run once more. Chooses the rooms of the next run."""
-        rooms = [self.given[i].tolist() if i in self.given else None for i in range(len(needs))]
-        small = [
-            i for i, (need, room) in enumerate(zip(needs, rooms, strict=True)) if room is None or _less(room, need)
-        ]
+        first, given = not self.given, {i: room.tolist() for i, room in self.given.items()}
+        small = [i for i, need in enumerate(needs) if first or _less(given[i], need)]
         self.given |= {i: torch.tensor([n + n // MARGIN for n in needs[i]]) for i in small}
-        self.wasted += all(
-            room is not None and _less([2 * n for n in need], room) for need, room in zip(needs, rooms, strict=True)
-        )
+        self.wasted += not first and all(_less([2 * n for n in need], given[i]) for i, need in enumerate(needs))
         self.waits = self.wasted == WASTED
+        if small and not first:
+            self.say(GREW)
+        if self.waits:
+            self.say(WAITS)
         if small or self.waits:
             self.changed()
-        return not any(rooms[i] is not None for i in small)
+        return first or not small
 
 
 def _less(a: Sequence[int], b: Sequence[int]) -> bool:

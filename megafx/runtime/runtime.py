@@ -492,9 +492,10 @@ class Runtime:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        rooms = compiled.executable.rooms
-        if rooms is not None and meets_others(compiled.program, EXPERT_AXIS):
-            rooms.agree = lambda needs: agreement.most(needs, self.everyone)
+        if (rooms := compiled.executable.rooms) is not None:
+            rooms.say = functools.partial(self.note, "experts")
+            if meets_others(compiled.program, EXPERT_AXIS):
+                rooms.agree = lambda needs: agreement.most(needs, self.everyone)
         graph = BoundGraph(self.state, compiled, about, stage=self.elsewhere is not None)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
         graph.keep_casts = compiled.keeping_casts and (lambda: keep_casts(self, compiled, about, autocast))

@@ -89,6 +89,7 @@ def calls_have_room_for_other_numbers_of_rows() -> None:
         loss.backward(), wanted.backward()
         near(loss.detach(), wanted.detach(), f"a loss of {rows} rows")
     same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    assert "more tokens went to the experts of a rank than there was room for" in str(megafx.explain(model))
 
 
 def watched(rooms: Any) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megafx.kernels.experts import dispatch_rows as _defines_the_ops  # noqa: F401
-from megafx.ops.rooms import MARGIN, WASTED, Rooms, most
+from megafx.ops.rooms import GREW, MARGIN, WAITS, WASTED, Rooms, most
 
 ops = torch.ops.megafx
 NEEDED = torch.tensor([[[3, 5], [4, 6]], [[1, 2], [8, 8]]])  # from two ranks to two: tokens, rows
@@ -27,8 +27,8 @@ class Forward:
 
     def __init__(self) -> None:
         self.rooms, self.runs, self.needs = Rooms(), list[Any](), [[8, 16], [16, 32]]
-        self.changes = 0
-        self.rooms.changed = self.change
+        self.changes, self.said = 0, list[str]()
+        self.rooms.changed, self.rooms.say = self.change, self.said.append
 
     def change(self) -> None:
         self.changes += 1
@@ -52,8 +52,11 @@ def test_room_grows_where_it_is_too_little() -> None:
     forward, first = Forward(), [[8, 16], [16, 32]]
     assert forward(first) == [first] and forward.changes == 1  # the host waited
     assert forward(first) == [more(first)] and forward([[9, 18], [18, 36]]) == [more(first)] and forward.changes == 1
+    assert not forward.said
     larger = [[9, 18], [40, 36]]
-    assert forward(larger) == [more(first), [[9, 18], more(larger)[1]]] and forward.changes == 2
+    assert (
+        forward(larger) == [more(first), [[9, 18], more(larger)[1]]] and forward.changes == 2 and forward.said == [GREW]
+    )
     assert forward(first) == [[[9, 18], more(larger)[1]]] and forward.changes == 2
 
 
@@ -63,6 +66,7 @@ def test_room_that_is_twice_too_large_again_and_again_is_given_up() -> None:
     for _ in range(WASTED):
         assert forward(large) == [more(large)] and forward(small) == [more(large)]
     assert forward.rooms.waits and forward(small) == [small] and forward(large) == [large] and forward.changes == 2
+    assert forward.said == [WAITS]
 
 
 def test_ranks_run_once_more_together() -> None:
