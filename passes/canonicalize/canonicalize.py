@@ -63,6 +63,8 @@ VALUES: tuple[Step, ...] = (
     views.index_that_counts,
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
+    names.weighted_by_a_size,
+    names.bicubic_by_products,
     names.sequences_side_by_side,
     names.erase_identity,
     names.erase_empty_operands,

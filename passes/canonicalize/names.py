@@ -66,6 +66,37 @@ def scalar_of_a_scalar(editor: Editor, node: fx.Node) -> bool:
     return respell(node, aten._to_copy.default, (flat,), {"dtype": node.meta[VAL].dtype})
 
 
+@on("lerp.Scalar")
+def weighted_by_a_size(editor: Editor, node: fx.Node) -> bool:
+    """lerp(a, b, w) -> a + w * (b - a) where the number w is computed of sizes: the gradient of lerp would take it for that of
+    the trace."""
+    a, b, weight = node.args
+    if not isinstance(weight, fx.Node):
+        return False
+    emit = editor.at(node)
+    return respell(node, aten.add.Tensor, (a, emit(aten.mul.Tensor, emit(aten.sub.Tensor, b, a), weight)))
+
+
+@on("_upsample_bicubic2d_aa.vec")
+def bicubic_by_products(editor: Editor, node: fx.Node) -> bool:
+    """_upsample_bicubic2d_aa(x) -> A @ x @ B.T, for A and B what it makes of unit matrices along one dim: torch's gradient of
+    it takes no sizes that vary (of rows)."""
+    x, corners, factors = node.args[0], node.args[2], argument(node, "scale_factors")
+    value, out, emit = x.meta[VAL], node.meta[VAL], editor.at(node)
+    dtype = value.dtype if value.dtype == torch.float64 else torch.float32
+    found = x if value.dtype == dtype else emit(aten.to.dtype, x, dtype)
+    for d in (2, 3):
+        n = editor.arg(value.shape[d])
+        unit = emit(aten.eye.default, n, dtype=dtype, device=value.device)
+        to = [editor.arg(out.shape[d]), n] if factors is None else None
+        along = None if factors is None else [factors[d - 2], 1.0]
+        weights = emit(node.target, emit(aten.reshape.default, unit, [1, 1, n, n]), to, corners, along)
+        flat = emit(aten.reshape.default, weights, [editor.arg(out.shape[d]), n])
+        pair = (flat, found) if d == 2 else (found, emit(aten.transpose.int, flat, 0, 1))
+        found = emit(aten.matmul.default, *pair)
+    return respell(node, aten.to.dtype, (found, value.dtype))
+
+
 @on("pad")
 def one_spelling_of_padding(editor: Editor, node: fx.Node) -> bool:
     """pad(x, sizes, "constant", v) -> constant_pad_nd(x, sizes, v): the same op, which traces with symbolic sizes."""

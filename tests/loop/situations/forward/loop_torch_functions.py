@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +33,10 @@ def run(
     """arguments: of a number of rows."""
     model = loop.model(Net(of))
     for n in rows:
-        loss = model(torch.randn(n, 6), *(f(n) for f in arguments))
+        loss = model(loop.rows(torch.randn(n, 6)), *(f(n) for f in arguments))
         model.zero_grad()
         loss.backward()
-        loop.see(loss=loss)
+        loop.see(loss=loop.mean(loss))
         loop.see_gradients(model)
 
 
@@ -145,6 +146,20 @@ def an_index_of_the_batchs_size(loop: Loop) -> None:
         return (sums + most + torch.zeros(2, 8).scatter_reduce_(0, index, h, "mean")).sin().sum()
 
     run(loop, of, rows=(4, 4))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/103120", data=("ddp",), slow=(2, "ddp"))
+def images_are_resized_by_antialiased_cubics(loop: Loop) -> None:
+    def of(h: Tensor) -> Tensor:
+        images, resize = h.unflatten(1, (1, 2, 4)), partial(F.interpolate, mode="bicubic", antialias=True)
+        found = [
+            resize(images, (3, 2)),
+            resize(images, (1, 7), align_corners=True),
+            resize(images, scale_factor=(1.7, 0.6)),
+        ]
+        return sum(x.sin().flatten(1).sum(1).square().mean() for x in found)
+
+    run(loop, of, rows=(4, 6))
 
 
 class Solves(nn.Module):
