@@ -6,8 +6,9 @@
 
 Layers as those of Qwen3-30B-A3B (128 experts of 2048 x 768, 8 of them a token), a small vocabulary, bf16, no optimizer.
 `ep`: expert_model_parallel_size is the number of GPUs, data_parallel ddp; `ep-fsdp`: with fsdp; `dp-fsdp`: fsdp alone; `tp`:
-tensor parallelism; all by megafx, with `-graphs` at the end as CUDA graphs. `fully_shard`: torch's FSDP2 of transformers'
-layers with its grouped products (experts_implementation grouped_mm); `fully_shard-eager`: with its loop over experts.
+tensor parallelism; all by megafx, with `-graphs` at the end as CUDA graphs, with `-compile` by Inductor too. `fully_shard`:
+torch's FSDP2 of transformers' layers with its grouped products (experts_implementation grouped_mm); `fully_shard-eager`: with
+its loop over experts.
 
 Modes take turns in each round. Milliseconds of a step: the median over rounds of the slowest rank. 'exposed' is the time of a
 step's collectives during which no other kernel runs, from one profiled step of rank 0.
@@ -66,7 +67,7 @@ def prepared(mode: str, model: Any, call: dict[str, torch.Tensor]) -> Any:
         "data_parallel": "fsdp" if "fsdp" in mode else "ddp",
         "expert_model_parallel_size": n if mode.startswith("ep") else 1,
     }  # fmt: skip
-    sizes["cuda_graphs"] = mode.endswith("graphs")
+    sizes |= {"cuda_graphs": mode.endswith("graphs"), "compile": mode.endswith("compile")}
     return megafx.parallelize(model, megafx.Config(cache=False, **sizes), example_inputs=((), call))
 
 
