@@ -3,6 +3,7 @@
     python benchmarks/published_runs.py                          # a table of published runs
     python benchmarks/published_runs.py --only 8B                # of one model
     python benchmarks/published_runs.py --search 405B 4096 2048  # ten configurations for so many GPUs and rows a step
+    python benchmarks/published_runs.py --search 30B-A3B 64 128  # of Qwen3-30B-A3B
 
 Each run is priced in its own layout, by the profile h100-nvlink, whose GPUs take up to 700 W; its network was not measured.
 Runs in FP8 are priced with FP8 in the linears of layers. Compared are tokens a second and GPU. Sources: `SOURCES`.
@@ -67,6 +68,12 @@ RUNS = (
 )
 
 
+MIXTURE = {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+}  # fmt: skip
+
+
 def llama(name: str) -> object:
     """The model on the meta device."""
     hidden, intermediate, heads, kv, layers = SHAPES[name]
@@ -127,8 +134,12 @@ def print_runs(only: str | None) -> None:
 
 
 def print_search(name: str, gpus: int, rows: int) -> None:
-    model, start = llama(name), time.process_time()
-    config = megafx.Config(seq_length=8192, params_dtype="bfloat16", hardware="h100-nvlink", cache=False)
+    mixture = name == "30B-A3B"
+    model = load_model("Qwen3MoeForCausalLM", MIXTURE, device="meta")[0] if mixture else llama(name)
+    start = time.process_time()
+    config = megafx.Config(
+        seq_length=4096 if mixture else 8192, params_dtype="bfloat16", hardware="h100-nvlink", cache=False
+    )
     found = megafx.search(model, gpus, "74GiB", config, batches=(1, 2), global_batch=rows)
     print(found)
     print(f"{time.process_time() - start:.0f} s of a core, without imports")

@@ -242,7 +242,8 @@ def _reads(cls: type | None, key: str) -> bool:
     """True if the code of an architecture reads a field that its config has not unless it is given
     (decoder_start_token_id of T5)."""
     module = sys.modules.get(getattr(cls, "__module__", ""))
-    return module is not None and re.search(rf"\bconfig\.{re.escape(key)}\b", inspect.getsource(module)) is not None
+    read = rf"\bconfig(\.|, *[\"'])\b{re.escape(key)}\b"  # config.key, getattr(config, "key", None)
+    return module is not None and re.search(read, inspect.getsource(module)) is not None
 
 
 def _config_of(name: str, kind: Callable[..., Any], fields: dict[str, Any]) -> Any:

@@ -134,6 +134,9 @@ def test_a_field_that_only_the_code_of_the_model_reads():
         UsageError, match="has no field 'decoder_start_token'\n  fix: did you mean decoder_start_token_id"
     ):
         megafx.load_model("T5ForConditionalGeneration", sizes | {"decoder_start_token": 3})
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 16}
+    model, _ = megafx.load_model("Qwen3MoeForCausalLM", small | {"head_dim": 24})  # by getattr, with a default
+    assert model.config.head_dim == 24 and model.model.layers[0].self_attn.k_norm.weight.shape == (24,)
 
 
 OWN = """
