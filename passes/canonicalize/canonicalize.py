@@ -52,6 +52,7 @@ VIEWS: tuple[Step, ...] = (
     views.one_spelling_of_select,
     views.one_spelling_of_slice,
     random.native_dropout_to_dropout,
+    random.dropout_between_layers,
     names.erase_idle_dropout,
     inplace.write_out_running_statistics,
     inplace.refuse_sparse_gradients,

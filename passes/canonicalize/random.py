@@ -16,6 +16,7 @@ data-parallel ranks draw those of their own.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -88,6 +89,32 @@ def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node, rank: int = 4)
     for _ in range(rank - x.meta[VAL].dim()):
         x = editor.at(node)(aten.unsqueeze.default, x, 0)
     return x
+
+
+@on("lstm.input gru.input rnn_tanh.input rnn_relu.input")
+def dropout_between_layers(editor: Editor, node: fx.Node) -> bool:
+    """lstm(x, states, params, layers=n, dropout=p) -> lstm of one layer, dropout, lstm of the next one, ..."""
+    x, states, params, biases, layers, p, train, both, batch_first = node.args
+    if not p or not train or layers == 1:
+        return False
+    emit, ways, several = editor.at(node), 2 if both else 1, isinstance(states, (list, tuple))
+    each, last = len(params) // layers, list[list[fx.Node]]()
+    for i in range(layers):
+        part = [emit(aten.slice.Tensor, h, 0, i * ways, (i + 1) * ways) for h in (states if several else [states])]
+        own = params[i * each : (i + 1) * each]
+        made = emit(node.target, x, part if several else part[0], own, biases, 1, 0.0, False, both, batch_first)
+        x, *after = (emit(operator.getitem, made, k) for k in range(len(part) + 1))
+        if i + 1 < layers:  # rows come first in what is drawn
+            turned = x.meta[VAL].dim() == 3 and not batch_first
+            x = emit(aten.transpose.int, x, 0, 1) if turned else x
+            x = emit(aten.dropout.default, x, p, True)
+            x = emit(aten.transpose.int, x, 0, 1) if turned else x
+        last.append(after)
+    found = [x, *(emit(aten.cat.default, list(h), 0) for h in zip(*last, strict=True))]
+    for user in list(node.users):
+        replace(user, found[user.args[1]])
+    editor.graph.erase_node(node)
+    return True
 
 
 def number_dropouts(editor: Editor) -> int:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from loop import Loop, situation
 from torch import Tensor, nn
 
+import megafx
+
 
 def same_on_ranks(loop: Loop, value: Tensor) -> None:
     """Tensor-parallel ranks have computed the same bits."""
@@ -127,3 +129,35 @@ def dropout_that_works_in_place_is_off_in_evaluation(loop: Loop) -> None:
     out.square().mean().backward()
     loop.see(out=out)
     loop.see_gradients(model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], p: float, **options: bool) -> None:
+        super().__init__()
+        self.rnn = kind(3, 8, num_layers=3, dropout=p, **options)
+        self.out = nn.Linear(16 if self.rnn.bidirectional else 8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = self.rnn.batch_first
+        out, states = self.rnn(x if first else x.transpose(0, 1))
+        last = out[:, -1] if first else out[-1]
+        extra = sum(h.square().mean() for h in (states if isinstance(states, tuple) else [states]))
+        return F.cross_entropy(self.out(last), y) + extra
+
+
+@situation("https://github.com/pytorch/pytorch/issues/58114", data=("ddp", "fsdp"), slow=(1, 2, "fsdp"))
+def dropout_between_layers_of_recurrent_modules(loop: Loop) -> None:
+    x, y = torch.randn(6, 4, 3), torch.randint(0, 5, (6,))
+    for kind, options in ((nn.LSTM, {"batch_first": True, "bidirectional": True}), (nn.GRU, {}), (nn.RNN, {})):
+        torch.manual_seed(1)
+        model = loop.model(Recurrent(kind, 1e-12, **options))  # drops none of the few values: what is left is compared
+        loss = model(loop.rows(x), loop.rows(y))
+        loss.backward()
+        loop.see(loss=loop.mean(loss).round(decimals=9))
+        gradients = {n: p.grad for n, p in model.named_parameters()} if loop.eager else megafx.full_gradients(model)
+        loop.see(**{n: g.round(decimals=9) for n, g in sorted(gradients.items())})
+    model = loop.model(Recurrent(nn.LSTM, 0.5))
+    one, other = (model(loop.rows(x), loop.rows(y)) for _ in range(2))
+    loop.see(drawn_again=bool(one != other))
+    model.eval()
+    assert model(loop.rows(x), loop.rows(y)) == model(loop.rows(x), loop.rows(y))
