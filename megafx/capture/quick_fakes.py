@@ -157,11 +157,11 @@ class QuickFakeTensorMode(FakeTensorMode):
         symbols, known = _symbols(key), list[Hashable]()
         if symbols:
             env: Any = self.shape_env
-            for symbol in sorted(symbols, key=str):
+            for symbol in sorted(symbols, key=lambda s: s.name):
                 if symbol not in env.backed_var_to_val or symbol in getattr(env, "traced", ()):
                     return None
                 bounds = env.var_to_range[symbol]
-                known += [_name_of(symbol), str(bounds), int(env.backed_var_to_val[symbol]), symbol in env.size_like]
+                known += [_name_of(symbol), _text_of(bounds), int(env.backed_var_to_val[symbol]), symbol in env.size_like]
             known.append(self._known_of_symbols())
         return key[0]._op, _with_names(key[1:]), torch.get_default_dtype(), *known
 
@@ -278,6 +278,9 @@ def _with_names(form: Any) -> Any:
     if isinstance(form, tuple):
         return tuple([_with_names(part) for part in form])
     return _name_of(form) if isinstance(form, sympy.Basic) else form
+
+
+_text_of = functools.lru_cache(1000)(str)
 
 
 def _name_of(expr: sympy.Basic) -> str:

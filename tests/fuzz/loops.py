@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from grammar import Case
@@ -13,12 +13,26 @@ from models import Model, build
 from torch import Tensor
 
 import megafx
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls
 
 RTOL = 1e-9
 
 
+class Kept(RepeatedCalls):
+    """The calls of the last `megafx.verify`, within `meanwhile(megafx.equivalence, RepeatedCalls=Kept)`."""
+
+    last: ClassVar[RepeatedCalls]
+
+    def run(self, random: bool, tolerance: float) -> Repeated:
+        Kept.last = self
+        return super().run(random, tolerance)
+
+
 def difference(case: Case) -> str | None:
-    """What differs in a loop of the case's events, on one rank; None where nothing does. Without dropout."""
+    """What differs in a loop of the case's events, on one rank; None where nothing does. Without dropout.
+
+    It goes on with the model, and the graphs, of the calls that `megafx.verify` has made; with dropout in the case, it begins.
+    """
     blocks = tuple(
         replace(
             b, dropout=0.0, mlp=replace(b.mlp, dropout=0.0), attention=b.attention and replace(b.attention, dropout=0.0)
@@ -26,7 +40,11 @@ def difference(case: Case) -> str | None:
         for b in case.blocks
     )
     eager, call = build(replace(case, blocks=blocks))
-    ours = megafx.parallelize(copy.deepcopy(eager), megafx.Config(tensor_model_parallel_size=1))
+    if blocks == case.blocks:
+        ours = Kept.last.model
+        eager.load_state_dict(ours.state_dict())
+    else:
+        ours = megafx.parallelize(copy.deepcopy(eager), megafx.Config(tensor_model_parallel_size=1))
     for i, event in enumerate(("nothing", *case.events)):
         try:
             wanted = _step(eager, event, call)
