@@ -161,7 +161,8 @@ class QuickFakeTensorMode(FakeTensorMode):
                 if symbol not in env.backed_var_to_val or symbol in getattr(env, "traced", ()):
                     return None
                 bounds = env.var_to_range[symbol]
-                known += [_name_of(symbol), _text_of(bounds), int(env.backed_var_to_val[symbol]), symbol in env.size_like]
+                hint = int(env.backed_var_to_val[symbol])
+                known += [_name_of(symbol), _text_of(bounds), hint, symbol in env.size_like]
             known.append(self._known_of_symbols())
         return key[0]._op, _with_names(key[1:]), torch.get_default_dtype(), *known
 
