@@ -120,6 +120,16 @@ def _statistics(call: OpCall) -> str:
     return f"nl: {_but(shape, over)} -> {'; '.join([out] * len(call.results))}"
 
 
+@_rows("multi_margin_loss multilabel_margin_loss")
+def _margins(call: OpCall) -> str | None:
+    """A row of classes and its own target, or targets; weights of the classes are whole."""
+    if len(call.first.shape) != 2 or not call.results[0]:
+        return None
+    target = "n" if call.op.startswith("aten.multi_") else "n t!"
+    weights = ", w!" if isinstance(call.get("weight"), Arg) else ""
+    return f"nl: n c!, ~{target}{weights} -> n"
+
+
 @_rows("scatter_reduce.two index_reduce")
 def _scattered(call: OpCall) -> str:
     shape, d = call.first.shape, call.dim()

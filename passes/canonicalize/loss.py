@@ -49,7 +49,7 @@ def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
     return _rewrite(editor, node, logits, 0.0)
 
 
-@on(" ".join(LOSSES_OF_ELEMENTS))
+@on(" ".join([*LOSSES_OF_ELEMENTS, "multi_margin_loss multilabel_margin_loss"]))
 def loss_of_elements(editor: Editor, node: fx.Node) -> bool:
     """A loss with a reduction -> the same loss without, and its sum or mean; ATen's kernels do so too."""
     kind = argument(node, "reduction")

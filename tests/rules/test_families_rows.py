@@ -102,6 +102,12 @@ def losses(x: Tensor) -> Any:
         F.cosine_embedding_loss(a, b, y[:, 0]),
         F.triplet_margin_loss(a, b, a.roll(1, 1)),
         F.pairwise_distance(a, b),
+        F.multi_margin_loss(a, (b[:, 0] > 0.3).long()),
+        F.multi_margin_loss(
+            a, (b[:, 0] > 0.3).long(), p=2, weight=torch.linspace(1.0, 2.0, a.shape[1]), reduction="none"
+        ),
+        F.multilabel_margin_loss(a, (b > 0.3).long() * 3 - 1),
+        F.multilabel_margin_loss(a, (b > 0.3).long() * 3 - 1, reduction="sum"),
     )
 
 
@@ -209,6 +215,7 @@ OF_GROUP = {
     | BY_FUNCTION["_grid_sampler"]
     | {"aten.unfold.default"},
     "recurrent": BY_FUNCTION["_recurrent"] | BY_FUNCTION["_trilinear"],
+    "losses": BY_FUNCTION["_margins"],
     "matrices": BY_FUNCTION["_of_matrices"],
     "dims": BY_FUNCTION["_along"] - {"aten.unfold.default"}
     | BY_FUNCTION["_statistics"]

@@ -1,6 +1,7 @@
 """Functions of torch that torch.export cannot trace as they are, while a model is captured.
 
-    torch.cov, corrcoef, combinations, multinomial          are written out, as torch computes them
+    torch.cov, corrcoef, combinations, multinomial,         are written out, as torch computes them
+    embedding_bag of [rows, n]
     ctc_loss, unique, unique_consecutive, histogram         a call is a node: torch's own code, on whole tensors on every rank
     scatter_add, scatter_reduce, scatter, index_reduce      with a constant index: the graph is for the size of that
 
@@ -102,10 +103,41 @@ def _multinomial(
     return (x / torch.empty_like(x).exponential_()).topk(num_samples, -1).indices
 
 
+def _bags(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """ids [rows, n] -> [rows, h]; None where it is left to torch, which numbers the bags of all rows."""
+    other = offsets is not None or max_norm is not None or scale_grad_by_freq or sparse or include_last_offset
+    if other or ids.is_floating_point() or ids.dim() != 2 or (padding_idx is not None and mode == "max"):
+        return None
+    found = nn.functional.embedding(ids, weight)
+    if mode == "max":
+        return found.max(1).values
+    if padding_idx is not None:
+        keep = (ids != padding_idx % weight.shape[0])[..., None]
+        found = found * keep
+    if per_sample_weights is not None:
+        found = found * per_sample_weights[..., None]
+    if mode == "sum" or padding_idx is None:
+        return found.sum(1) if mode == "sum" else found.mean(1)
+    return found.sum(1) / keep.sum(1).clamp(min=1)
+
+
 _WRITTEN_OUT: dict[str, Callable[..., Tensor | None]] = {
     "cov": _cov,
     "corrcoef": _corrcoef,
     "combinations": _combinations,
+    "embedding_bag": _bags,
     "multinomial": _multinomial,
 }
 

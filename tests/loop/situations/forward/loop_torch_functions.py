@@ -162,6 +162,27 @@ def images_are_resized_by_antialiased_cubics(loop: Loop) -> None:
     run(loop, of, rows=(4, 6))
 
 
+class Bags(nn.Module):
+    def __init__(self, mode: str, padding: int | None) -> None:
+        super().__init__()
+        self.bags, self.out = nn.EmbeddingBag(20, 12, mode=mode, padding_idx=padding), nn.Linear(12, 5)
+
+    def forward(self, ids: Tensor, weights: Tensor | None) -> Tensor:
+        return self.out(self.bags(ids, per_sample_weights=weights)).sin().mean()
+
+
+@situation("https://github.com/pytorch/pytorch/issues/43499", data=("ddp", "fsdp"), slow=(2, "ddp", "fsdp"))
+def bags_of_ids_in_rows(loop: Loop) -> None:
+    for mode, padding in (("mean", None), ("mean", 2), ("sum", -1), ("max", None)):
+        model = loop.model(Bags(mode, padding))
+        for n in (4, 3, 1):
+            weights = loop.rows(torch.rand(6, n)) if mode == "sum" else None
+            loss = model(loop.rows(torch.randint(0, 20, (6, n))), weights)
+            loss.backward()
+            loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+
+
 class Solves(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.linalg.lstsq(a, b).solution
