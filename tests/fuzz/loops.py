@@ -41,8 +41,7 @@ def difference(case: Case) -> str | None:
     )
     eager, call = build(replace(case, blocks=blocks))
     if blocks == case.blocks:
-        ours = Kept.last.model
-        eager.load_state_dict(ours.state_dict())
+        ours, eager = Kept.last.model, Kept.last._plain()
     else:
         ours = megafx.parallelize(copy.deepcopy(eager), megafx.Config(tensor_model_parallel_size=1))
     for i, event in enumerate(("nothing", *case.events)):
@@ -85,7 +84,27 @@ def _step(model: Model, event: str, call: tuple[Tensor, Tensor]) -> dict[str, Te
     elif event == "scale by data":
         for p in model.parameters():
             p.data = p.data * 1.01
-    model.zero_grad()
+    elif event == "new parameters":
+        for module in (model.final_norm, *model.layers[0].mlp.modules()):
+            for name, p in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, torch.nn.Parameter(p.detach() * 1.1, requires_grad=p.requires_grad))
+    elif event == "a step":
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * (0.0 if p.grad is None else p.grad)
+    elif event == "load a state":
+        model.load_state_dict({n: x * 0.9 if x.is_floating_point() else x for n, x in model.state_dict().items()})
+    elif event == "buffers":
+        for module in model.modules():
+            for name, b in [*module.named_buffers(recurse=False)]:
+                if b.is_floating_point():
+                    b.mul_(0.5)
+                else:
+                    setattr(module, name, b.flip(0))
+    elif event == "a hook":
+        model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+    if event != "accumulate":
+        model.zero_grad()
     if event == "without gradients":
         with torch.no_grad():
             return dict(_tensors(model(ids, labels)))
@@ -98,7 +117,10 @@ def _step(model: Model, event: str, call: tuple[Tensor, Tensor]) -> dict[str, Te
         loss.backward()
     grads = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     buffers = {f"buffer {n}": b.to(loss.dtype) for n, b in model.named_buffers()}
-    return {n: v.detach().clone() for n, v in (out | grads | buffers).items()}
+    layers = [m for m in model.modules() if hasattr(m, "memory")]
+    left = {f"memory {i}": m.memory for i, m in enumerate(layers) if m.memory is not None}
+    left |= {f"counter {i}": torch.tensor(float(m.calls)) for i, m in enumerate(layers)}
+    return {n: v.detach().clone() for n, v in (out | grads | buffers | left).items()}
 
 
 def _tensors(out: Any) -> Iterator[tuple[str, Tensor]]:

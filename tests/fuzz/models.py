@@ -242,6 +242,8 @@ class Layer(nn.Module):
             self.mix = nn.Parameter(torch.rand(hidden))
         if spec.view == "running mean":
             self.register_buffer("mean", torch.zeros(hidden))
+        self.memory: Tensor | None = None
+        self.calls = 0
 
     def add(self, x: Tensor, branch: Any, first: int) -> Tensor:
         """The residual around a branch, which is a function."""
@@ -307,6 +309,12 @@ class Layer(nn.Module):
                 with torch.no_grad():
                     self.mean.lerp_(x.mean((0, 1)), 0.1)
             x = x - self.mean
+        elif view == "memory":
+            before, self.memory = self.memory, x.detach().mean((0, 1))
+            x = x if before is None else x + 0.1 * before
+        elif view == "counter":
+            self.calls += 1
+            x = x * (1 + 1 / self.calls)
         elif view == "sizes of one":
             x = x + x.mean(1, keepdim=True) if s > 1 else 2 * x
             x = x - 0.1 if b == 1 else x
