@@ -1,5 +1,5 @@
 # make demo: train a byte-level GPT on 2 ranks, in an environment of its own.
-# make test: lint, types and tests, in about 22 minutes; what CI runs.   make test-slow: the other tests.
+# make test: lint, types and tests, in about 16 minutes; what CI runs.   make test-slow: the other tests.
 # make test-models: the whole model matrix (tests/models), and its page docs/models.md.
 # make docs: the documentation as a site, in build/site; a link that leads nowhere is an error.
 PYTHON ?= python3
