@@ -62,6 +62,7 @@ VALUES: tuple[Step, ...] = (
     views.copies_of_views,
     views.memory_as_values,
     views.index_that_counts,
+    views.put_into_each_row,
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
     names.weighted_by_a_size,

@@ -198,6 +198,27 @@ def copies_of_views(editor: Editor, node: fx.Node) -> bool:
 _KEEPS_ORDER = aten_ops("unsqueeze reshape view squeeze transpose.int permute alias detach to.dtype")
 
 
+@on("index_put _unsafe_index_put")
+def put_into_each_row(editor: Editor, node: fx.Node) -> bool:
+    """index_put(x [n, m], [arange(n), i [n]], v) -> scatter(x, 1, i[:, None], v): margins of logits are written so."""
+    x, indices, values = node.args[:3]
+    if x.meta[VAL].dim() != 2 or len(indices) != 2 or not all(is_tensor(i) and i.meta[VAL].dim() == 1 for i in indices):
+        return False
+    rows, index = indices
+    n, m = x.meta[VAL].shape
+    if (
+        index.meta[VAL].dtype != torch.int64
+        or not editor.same(index.meta[VAL].shape[0], n)
+        or _counts(editor, rows, n) != 0
+    ):
+        return False
+    emit, size = editor.at(node), [editor.arg(n)]
+    index = emit(aten.where.self, emit(aten.lt.Scalar, index, 0), emit(aten.add.Tensor, index, editor.arg(m)), index)
+    own = [emit(aten.reshape.default, v, [*size, 1]) for v in (index, emit(aten.expand.default, values, size))]
+    put = aten.scatter_add.default if argument(node, "accumulate") else aten.scatter.src
+    return respell(node, put, (x, 1, *own))
+
+
 @on("index.Tensor")
 def index_that_counts(editor: Editor, node: fx.Node) -> bool:
     """x[arange(n)[:, None], arange(m)] -> x, of n rows and m columns. With an index i in place of the second: x[:, i], or where

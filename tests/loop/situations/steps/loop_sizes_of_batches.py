@@ -77,3 +77,24 @@ def weights_of_means_are_made_of_sizes(loop: Loop) -> None:
     train(loop, lambda m, x, y: torch.lerp(m.up(x), x[:, :1], 1 / x.shape[0]).mean())
     train(loop, lambda m, x, y: m.up(x).exp().pow(1 / int(x.shape[0])).mean())
     train(loop, lambda m, x, y: F.celu(m.up(x), 1.0 * int(x.shape[0])).mean())
+
+
+def margin(m: Net, x: Tensor, y: Tensor, fill: Callable[[Tensor], Tensor], accumulate: bool = False) -> Tensor:
+    logits = m.logits(x).clone()
+    logits.index_put_((torch.arange(x.shape[0]), y), fill(logits), accumulate=accumulate)
+    return logits.sin().mean()
+
+
+@situation("https://github.com/ronghuaiyang/arcface-pytorch/issues/24", data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def margins_are_written_into_logits(loop: Loop) -> None:
+    """One number in each row, by torch.arange of the rows and labels (also counted from the end)."""
+
+    def taken_off(m: Net, x: Tensor, y: Tensor) -> Tensor:
+        logits = m.logits(x)
+        logits[torch.arange(len(x)), y] -= 0.35
+        return F.cross_entropy(logits * 4, y)
+
+    train(loop, taken_off)
+    train(loop, lambda m, x, y: margin(m, x, y - 5, lambda h: torch.tensor(-3.0)))
+    train(loop, lambda m, x, y: margin(m, x, y, lambda h: h.tanh().mean(1)))
+    train(loop, lambda m, x, y: margin(m, x, y, lambda h: h.tanh().mean(1), accumulate=True))
