@@ -2,8 +2,8 @@
 
 Shown by runs on made-up inputs of all magnitudes: on all rows, and on parts of them. What the parts give and what comes back
 to their rows is joined; what comes back to a tensor that all parts read (a weight) is added up. Both have to be what the whole
-gave. Code that reads a number of a tensor decides by it, and is never by rows. Neither is code that runs other ops from run to
-run; what it runs on a call is compared with these (`ByRows.ops`), as what it reads elsewhere may have changed meanwhile.
+gave. Code that reads a number of a tensor decides by it, and is never by rows. Neither is code that uses for rows what it makes
+of all of them. The ops that it runs on a call are compared with these (`ByRows.ops`): what it reads elsewhere may have changed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megafx.ops.eager_call import ByRows, EagerCall, OpsRun, ResultSize
 from megafx.ops.eager_probes import made_up
 
 RTOL = 1e-9
-_SIZES = (6, 7, 11, 13, 17, 19, 23)  # of the symbols of made-up inputs
-_PARTS = ((1, 2), (2, 2))  # the first of three parts
+_SIZES = (59, 61, 67, 71, 73, 79, 83)  # of the symbols of made-up inputs
+_PARTS = ((1, 23), (20, 20))  # the first of three parts
 # (spread of values, that of gradients: powers of e; one value in how many is zero; what one gradient in three is): backward
 # may bound gradients, or leave out those that are no numbers, and may differ at zero alone.
 PROBES = (
@@ -36,6 +36,35 @@ PROBES = (
     (0.0, 0.0, None, float("nan")),
     (0.0, 0.0, None, float("inf")),
 )
+
+
+class _MixesRows(Exception):
+    """A value that was made of all rows comes back to rows."""
+
+
+class _Watched(OpsRun):
+    """Raises where what an op makes of all `rows` is used for rows, which may be right for the numbers at hand alone (a
+    threshold)."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.of_all = rows, dict[int, Any]()  # by the address of a storage, which it keeps
+
+    def has_rows(self, x: Tensor) -> bool:
+        return any(n and n % self.rows == 0 for n in x.shape)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        of_all = any(x.untyped_storage()._cdata in self.of_all for x in given)
+        for x in pytree.tree_leaves(made):
+            if not isinstance(x, Tensor):
+                continue
+            if of_all and self.has_rows(x):
+                raise _MixesRows
+            if of_all or (any(map(self.has_rows, given)) and not self.has_rows(x)):
+                self.of_all[x.untyped_storage()._cdata] = x.untyped_storage()
+        return made
 
 
 def spread_out(x: Tensor, spread: float, seed: int) -> Tensor:
@@ -120,8 +149,8 @@ class _Call:
                     made = made_up(self.tensors, _SIZES, seed % 2, self.given)
                     whole = [some_are(spread_out(x, spread, seed), zeros, 0.0) for x in made]
                     change = lambda x: some_are(spread_out(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023
-                    values, grads, given = _run(self.call, whole, None, change, ran)
                     total = next(x.shape[d] for x, d in zip(whole, places, strict=True) if d is not None)
+                    values, grads, given = _run(self.call, whole, None, change, ran, total)
                     parts, start = [], 0
                     for n in (*lengths, total - sum(lengths)):
                         cut = lambda x, d: x if d is None else x.narrow(d, start, n)  # noqa: B023
@@ -157,20 +186,26 @@ def _only(sizes: list[Any], size: Any) -> int | None:
 
 
 def _run(
-    call: EagerCall, given: list[Tensor], grads: list[Tensor] | None, change: Callable[[Tensor], Tensor], ran: set[str]
+    call: EagerCall,
+    given: list[Tensor],
+    grads: list[Tensor] | None,
+    change: Callable[[Tensor], Tensor],
+    ran: set[str],
+    rows: int = 0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(results, gradients of the tensors that want one, those of the results)."""
     inputs = [x.detach().clone().requires_grad_(wants) for x, wants in zip(given, call.wanted, strict=True)]
-    with OpsRun() as forward:
+    watch = _Watched(rows) if rows else OpsRun()
+    with watch:
         results = [x for x in pytree.tree_leaves(call.run(inputs)) if isinstance(x, Tensor)]
     if grads is None:
         generator = torch.Generator().manual_seed(1)
         grads = [change(torch.randn(r.shape, generator=generator, dtype=torch.float64)).to(r.dtype) for r in results]
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
     into = [x for x in inputs if x.requires_grad]
-    with OpsRun() as back:
+    with watch:
         found = torch.autograd.grad([r for r, _ in pairs], into, [g for _, g in pairs], allow_unused=True)
-    ran |= forward.names | back.names
+    ran |= watch.names
     return (
         [r.detach() for r in results],
         [torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)],

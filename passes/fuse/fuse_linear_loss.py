@@ -110,7 +110,9 @@ def _keeps_rows(program: Program, node: fx.Node) -> bool:
     before, after = source.meta[VAL], node.meta[VAL]
     if node.target is aten.to.dtype:
         return after.dtype == torch.float32 and before.dtype in (torch.bfloat16, torch.float16)
-    if before.dim() == 0 or after.dim() == 0:
+    if (
+        not isinstance(before, torch.Tensor) or before.dim() == 0 or after.dim() == 0
+    ):  # a result of code that stays eager
         return False
     if node.target in RESHAPES:
         return program.sizes.of(before.shape[-1]) == program.sizes.of(after.shape[-1])

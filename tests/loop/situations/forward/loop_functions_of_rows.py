@@ -96,6 +96,28 @@ class LearnedStep(Function):
         return grad * inside, (grad * of_step).sum().reshape(step.shape)
 
 
+class Outliers(LearnedStep):
+    """Gradients far beyond the mean of all are left out, of which few numbers have none."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.where(grad.abs() > 1e3 * grad.abs().mean(), 0.0, grad), None
+
+
+class SignedWeight(Function):
+    """A product whose gradient has the signs of the weight; what it gives are the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.sign(), grad.T @ x * 0.5
+
+
 class ByNumber(LearnedStep):
     """Its gradient is divided by a number of all values."""
 
@@ -117,6 +139,14 @@ class Adversary(nn.Module):
         h = F.relu(self.trunk(x))
         found = self.label(h), self.domain(self.of(self, h, y))
         return losses(*found, y) if inside else found
+
+
+class Head(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(7, 5, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # its base takes no labels
+        return F.cross_entropy(SignedWeight.apply(x, self.weight), y)
 
 
 def losses(classes: Tensor, domains: Tensor, y: Tensor) -> Tensor:
@@ -157,6 +187,11 @@ def estimators_and_learned_steps_of_rows(loop: Loop) -> None:
     train(loop, lambda m, h, y: Sign.apply(h - 0.5, 0.7))
     train(loop, lambda m, h, y: LearnedStep.apply(h, m.step))
     train(loop, lambda m, h, y: LearnedStep.apply(h, m.step), inside=False)
+    model = loop.model(Head())
+    loss = model(loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,))))
+    loss.backward()
+    loop.see(loss=loop.mean(loss))
+    loop.see_gradients(model)
 
 
 @situation("https://discuss.pytorch.org/t/gradient-clipping/2836", data=FORMS, slow=(1, 2, "zero1", "fsdp"))
@@ -176,7 +211,11 @@ def bounded_gradients_of_rows(loop: Loop) -> None:
 def gradients_of_the_whole_batch(loop: Loop) -> None:
     """Refused on data-parallel ranks, at the first call or by the first backward that computes so."""
     global WHOLE
-    for of in (lambda m, h, y: ByNumber.apply(h, m.step), lambda m, h, y: hooked(h, lambda g: g / g.norm())):
+    for of in (
+        lambda m, h, y: ByNumber.apply(h, m.step),
+        lambda m, h, y: Outliers.apply(h, m.step),
+        lambda m, h, y: hooked(h, lambda g: g / g.norm()),
+    ):
         if loop.parts > 1:
             with pytest.raises(PlanError, match="stays eager, which would see a rank's rows"):
                 train(loop, of)
