@@ -81,7 +81,7 @@ def _tells_sizes_apart(guard: Any) -> bool:
     """True of a guard by which of two sizes is larger, or by what a number computed of one is (`1 / size`). Sizes of 0 and 1
     have graphs of their own, what is computed of sizes that may differ holds for equal ones, and quotients are of sizes that
     the call has to have."""
-    if isinstance(guard, sympy.Eq) and guard.has(sympy.Float):
+    if isinstance(guard, sympy.Eq) and any(side.has(sympy.Float) and not side.is_integer for side in guard.args):
         return True
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)) or guard.has(FloorDiv):
         return False
