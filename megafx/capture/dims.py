@@ -9,7 +9,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.ir.python_state import of_parameters
@@ -41,6 +42,16 @@ class NamedDims:
     bounds: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     constant: set[str] = field(default_factory=set)  # names that the model's code fixes: they keep the call's size
     more: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def no_batch_in(self, exported: ExportedProgram) -> bool:
+        """True if the batch is a constant of a trace: of each input that has it."""
+        users = {s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT}
+        inputs = [n.meta["val"] for n in exported.graph.find_nodes(op="placeholder") if n.name in users]
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        sizes = [
+            x.shape[d] for x, dims in zip(tensors, self.names, strict=True) for d, n in dims.items() if n == "batch"
+        ]
+        return not any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in sizes)
 
     def shape(self, i: int, tensor: torch.Tensor, sizes: dict[str, int]) -> tuple[int, ...]:
         named = {

@@ -370,12 +370,12 @@ class _Capture:
         the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
         """
         fixed = {name: self.dims.user[name] for name in self.dims.constant}
-        user = {name: max(size * self.times.get(name, 1), 2) for name, size in self.dims.user.items()} | fixed
+        of = lambda times: {n: max(size * times.get(n, 1), 2) for n, size in self.dims.user.items()} | fixed
+        user, own = of(self.times), of({})  # of a model that has a rank's rows as a number; later refused
         hints = self.dims.hints | fixed
         plan = [(hints, "named"), (hints, "deferred")]
-        plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
-        if not self.dims.user:
-            plan = [({}, "named")]
+        plan += [(user, "named"), (user, "deferred"), (user, "automatic"), (own, "automatic")]
+        plan = plan if self.dims.user else [({}, "named")]
         failures: list[Exception] = []
         tried: list[tuple[dict[str, int], str]] = []
         for sizes, mode in plan:
@@ -392,7 +392,7 @@ class _Capture:
                 if "GuardOnDataDependent" in type(error).__name__ or "data-dependent" in str(error):
                     break  # no other choice of sizes helps
                 continue
-            if sizes == user or self._serves(exported):
+            if sizes == user or self._serves(exported) or (sizes == own and self.dims.no_batch_in(exported)):
                 return exported, sizes, mode
         # The model's own error says more than export's complaint about the dims that we asked for.
         telling = [e for e in failures if not _violates_constraints(e)] or failures
