@@ -371,7 +371,7 @@ class _Capture:
         """
         fixed = {name: self.dims.user[name] for name in self.dims.constant}
         of = lambda times: {n: max(size * times.get(n, 1), 2) for n, size in self.dims.user.items()} | fixed
-        user, own = of(self.times), of({})  # of a model that has a rank's rows as a number; later refused
+        user, own = of(self.times), of({})  # own: a rank's rows are a constant of the model; refused later
         hints = self.dims.hints | fixed
         plan = [(hints, "named"), (hints, "deferred")]
         plan += [(user, "named"), (user, "deferred"), (user, "automatic"), (own, "automatic")]

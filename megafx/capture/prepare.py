@@ -281,7 +281,7 @@ def replacements(
     for function, sizes in {f: sizes for code, sizes in converting.codes.items() for f in functions_with(code)}.items():
         table.append(Replacement(function, "__code__", partial(with_conversions, sizes), why))
 
-    why = "code that makes a number of the batch's size is told from code that fixes it"
+    why = "code that makes a number of a size is noted: where that fixes the batch, it is traced with sizes kept"
     makes = partial(made_number, converting.numbered)
     table += [Replacement(torch.SymInt, f"__{x}__", makes, why) for x in ("index", "int")]
     table += [Replacement(torch.SymFloat, f"__{x}__", makes, why) for x in ("float", "int")]

@@ -350,7 +350,7 @@ def on_any_rank(flags: Sequence[bool], device: torch.device, group: dist.Process
 
 
 def most(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The largest of all ranks, element by element."""
+    """The largest of all ranks, element by element, in place of a rank's own."""
     if group is not None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values

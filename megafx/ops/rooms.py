@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megafx.meanwhile import meanwhile
 
-MARGIN = 8  # one part of so many more than was needed
+MARGIN = 8  # of n that were needed, n // MARGIN more have room
 WASTED = 4  # calls that need less than half of the room, after which the host waits
 GREW = (
     "more tokens went to the experts of a rank than there was room for: forward ran once more, with room for an eighth more "

@@ -55,24 +55,14 @@ class OfClass(Function):
         return grad * (ctx.saved_tensors[0] > 1)[:, None], None
 
 
-class Bounded(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
-        ctx.bound = bound
-        return x.view_as(x)
-
+class Bounded(Reverse):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.clamp(-ctx.bound, ctx.bound), None
+        return grad.clamp(-ctx.alpha, ctx.alpha), None
 
 
-class Normed(Function):
+class Normed(Reverse):
     """Divided by the norm of the whole gradient, where a global says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha: float) -> Tensor:
-        ctx.alpha = alpha
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
