@@ -7,6 +7,7 @@ only grows, or that a tensor outside of the parameters needs a gradient, the mod
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ class Followed:
     inputs: dict[str, Place] = field(default_factory=dict)  # state that enters the graph
     counters: dict[str, Place] = field(default_factory=dict)  # numbers that forward reads and writes
     growing: dict[str, Place] = field(default_factory=dict)  # lists that it extends
+    queues: dict[str, Place] = field(default_factory=dict)  # lists that it changes and reads: their items are inputs
     dicts: dict[str, Place] = field(default_factory=dict)  # those whose items it changes
     computed: list[Computed] = field(default_factory=list)  # numbers made of counters that meet tensors
     # identities of hooks that store what forward reads: they are traced
@@ -84,6 +86,7 @@ class Followed:
             self.inputs,
             self.counters,
             self.growing,
+            self.queues,
             self.dicts,
             self.computed,
             self.storing,
@@ -123,7 +126,7 @@ class Followed:
         counters = {
             n: p for n, p in trace.writes.counters.items() if n not in self.inputs and isinstance(p.get(), NUMBERS)
         }
-        growing = {n: w.place for n, w in trace.writes.found.items() if w.grows}
+        growing = {n: w.place for n, w in trace.writes.found.items() if w.grows and n not in self.queues}
         new = growing.keys() - self.growing, trace.writes.dicts.keys() - self.dicts, counters.keys() - self.counters
         if any(new):
             self.growing |= growing
@@ -334,6 +337,7 @@ class Trace:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
         self.writes, self.numbers = Writes(self.reads, earlier=followed.objects), HostNumbers(decides=followed.decides)
+        self.writes.queues = followed.queues
         self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self._taken, self.writes.compare
         self.memos = self.reads.memos = Memos(self.reads, followed.remembered, self._begin, note)
         self.reads.left = self._left
@@ -365,7 +369,7 @@ class Trace:
             for name, place in followed.inputs.items():
                 put(*_in_tuples(place, state[name]))
             for place in followed.growing.values():
-                put(place, GrowingList(place.get(), place))
+                put(place, GrowingList(place.get(), functools.partial(self._learn_queue, place, place.get())))
             for name, place in followed.dicts.items():
                 self.watched[name] = watched(place.get())
                 put(place, self.watched[name])
@@ -465,6 +469,17 @@ class Trace:
             if type(value) is Tensor and value.untyped_storage()._cdata == memory and place.can_be_input():
                 self.followed.inputs[place.name] = place
                 raise TraceAgain
+
+    def _learn_queue(self, place: Place, held: Any) -> None:
+        """Forward reads a list that it extends, or moves what is in it: a graph for each length, and the items are inputs."""
+        del self.followed.growing[place.name]
+        self.followed.queues[place.name] = place
+        for at, item in leaf_places(place, snapshot(held, place.name)):
+            if isinstance(item, Tensor):
+                self.followed.inputs[at.name] = at
+            elif at.can_be_input():
+                self.followed.counters[at.name] = at
+        raise TraceAgain
 
     def need_gradients(self) -> list[Place]:
         """Tensors that are no parameters, were read, and require a gradient."""

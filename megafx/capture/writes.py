@@ -16,7 +16,7 @@ import os
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from operator import is_
@@ -52,7 +52,7 @@ from megafx.ir.python_state import (
     put_items,
     same,
 )
-from megafx.ir.source_lines import current_user_line, is_user_file
+from megafx.ir.source_lines import is_user_file
 
 
 @dataclass(eq=False)
@@ -110,6 +110,7 @@ class Writes:
     tables: dict[int, dict[str, Any]] = field(default_factory=dict)  # of parameters and submodules, each as it was
     # Objects that forward has put somewhere: of an earlier trace, and of this one. Those that forward makes are others in each.
     earlier: Mapping[str, list[Any]] = field(default_factory=dict)
+    queues: Collection[str] = ()  # names of lists and deques whose items of earlier calls forward reads or moves
     objects: dict[str, list[Any]] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -168,7 +169,9 @@ class Writes:
             if place.name in self.found:
                 raise self._unfollowed(place, new)
             write, given = self._write(place, new, grows)
-            write.refills = isinstance(held := place.get(), GrowingList) and held.cleared
+            held = place.get()
+            write.refills = isinstance(held, GrowingList) and held.cleared
+            write.refills |= place.name in self.queues and id(_mutable(held)) in self.containers
             self.found[place.name] = write
             left[place.name] = given
         return left
@@ -237,33 +240,26 @@ class Writes:
             # of items that were moved, or taken out and put back, or are the only ones
             if order != [*held] or (isinstance(value, WatchedDict) and value.cleared):
                 yield Place(OrderOf(place), "keys", f"order of {place.name}", line), (*held,), False
-        elif isinstance(value, deque):
-            items, before = [*value], [*old]
-            for added in range(len(items) + 1):  # on the right; what a maxlen pushes out is gone
-                kept = items[: len(items) - added]
-                full = value.maxlen is not None and len(items) == value.maxlen
-                tail = before[len(before) - len(kept) :] if len(kept) <= len(before) else None
-                if tail is not None and all(map(is_, kept, tail)) and (full or len(kept) == len(before)):
-                    break
-            else:
-                raise self._unfollowed(place, value)
-            if added:
-                yield Place(place.holder, place.key, place.name, line, place.within), items[-added:], True
-        elif isinstance(value, list):
-            if isinstance(value, GrowingList):
-                if value.cleared:
-                    yield Place(place.holder, place.key, place.name, line, place.within), list.copy(value), False
-                    return
-                value = list.copy(value)
-            if len(value) > len(old) and all(a is b for a, b in zip(value, old, strict=False)):
-                yield Place(place.holder, place.key, place.name, line, place.within), value[len(old) :], True
-            elif len(value) == len(old):
-                for i, part in enumerate(old):
+        elif isinstance(value, (list, deque)):
+            here = Place(place.holder, place.key, place.name, line, place.within)
+            now, was = [*(list.copy(value) if isinstance(value, list) else value)], [*cast(list[Any], old)]
+            known_ids = {id(x) for x in was if not isinstance(x, PLAIN)}
+            moved = any(id(x) in known_ids for x, before in zip(now, was, strict=False) if x is not before)
+            if isinstance(value, GrowingList) and value.cleared:
+                yield here, now, False
+            elif len(now) == len(was) and not moved and not isinstance(value, deque):
+                for i, part in enumerate(was):
                     yield from self._change(Place(None, i, f"{place.name}[{i}]", line, place), part)
-            elif not isinstance(known[0], GrowingList):  # the next trace shows whether it is cleared first
-                yield Place(place.holder, place.key, place.name, line, place.within), [*value], True
-            else:
-                raise self._unfollowed(place, value)
+            elif place.name in self.queues:
+                for i, part in enumerate(was):
+                    yield from self._inside(Place(None, i, f"{place.name}[{i}]", line, place), part)
+                if len(now) != len(was) or not all(map(is_, now, was)):
+                    yield here, now, False
+            elif (added := _added(was, now, getattr(value, "maxlen", None))) is None:
+                # the next trace shows whether it is cleared first, or what earlier calls left in it is read
+                yield here, now, True
+            elif added:
+                yield here, now[-added:], True
         elif isinstance(value, (*ARRAYS, io.IOBase)):
             if _stream_state(value) != old if isinstance(value, io.IOBase) else not same(value, old):
                 raise self._unfollowed(place, value)
@@ -285,12 +281,15 @@ class Writes:
             self.objects[place.name] = objects
         if records := bool(objects or _dataclasses(new)):
             new = kept(new)
-        leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new)
+        queued = {id(x): place.part(i) for i, x in self._before(place)} if place.name in self.queues else {}
+        leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new, is_leaf=lambda x: id(x) in queued)
         given: list[Any] = []
         left: list[Any] = []
         for leaf in leaves:
             compute = leaf.compute if isinstance(leaf, HostNumber) else None
-            if isinstance(leaf, (Tensor, *SymTypes)):  # a size, or `loss.item()`
+            if id(leaf) in queued:  # it stays, maybe at another place
+                given.append((queued[id(leaf)].get,))
+            elif isinstance(leaf, (Tensor, *SymTypes)):  # a size, or `loss.item()`
                 given.append(None)
                 left.append(leaf)
             elif compute is not None:
@@ -305,6 +304,11 @@ class Writes:
             else:
                 raise self._unfollowed(place, leaf)
         return Write(place, spec, given, grows, records=records), left
+
+    def _before(self, place: Place) -> list[tuple[int, Any]]:
+        """(index, item) of what a list or deque held before forward."""
+        _, old = self.containers.get(id(_mutable(place.get())), (None, ()))
+        return [(i, x) for i, x in enumerate(old) if not isinstance(x, PLAIN)]
 
     def _is_made_here(self, value: Any) -> bool:
         return (
@@ -459,16 +463,28 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 class GrowingList(list[Any]):
-    """Replaces a list or deque that forward extends, in a trace that finds out whether it reads it, too."""
+    """Replaces a list or deque that forward extends, in a trace that finds out whether it reads it, too, or moves what earlier
+    calls left in it. is_read() is called then, and ends the trace."""
 
-    def __init__(self, items: Any, place: Place) -> None:
+    def __init__(self, items: Any, is_read: Callable[[], Any]) -> None:
         super().__init__(items)
-        self.place, self.cleared, self.kind = place, False, "deque" if isinstance(items, deque) else "list"
+        self.is_read, self.cleared = is_read, False
 
     def clear(self) -> None:
         """What earlier calls left is of no importance any more."""
         super().clear()
         self.cleared = True
+
+
+def _added(before: list[Any], now: list[Any], most: int | None) -> int | None:
+    """How many items were put at the end of a list or deque; a maxlen pushes out as many at its begin. None where more has
+    been done with it."""
+    full = most is not None and len(now) == most
+    for added in range(len(now) + 1):
+        kept = now[: len(now) - added]
+        if (full or len(kept) == len(before)) and all(map(is_, kept, before[len(before) - len(kept) :])):
+            return added if len(kept) <= len(before) else None
+    return None
 
 
 class WatchedDict(dict[Any, Any]):
@@ -549,35 +565,15 @@ def _added_to(self: GrowingList, other: list[Any]) -> list[Any]:
 
 
 def _reads_list(name: str) -> Callable[..., Any]:
-    plain = getattr(list, name, _added_to)  # __radd__, which lists leave to each other
+    plain = getattr(list, name, _added_to)  # __radd__, which lists leave to each other; what deques alone have
 
     def method(self: GrowingList, *args: Any) -> Any:
-        if self.cleared:
-            return plain(self, *args)
-        raise CaptureError(
-            f"forward extends the {self.kind} '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
-            source=self.place.line,
-            fix="keep what later calls read in tensors (a buffer, an attribute), or read the list outside of forward",
-        )
-
-    return method
-
-
-def _rearranges(name: str) -> Callable[..., Any]:
-    plain = getattr(list, name, None)
-
-    def method(self: GrowingList, *args: Any) -> Any:
-        if plain is not None and self.cleared:
-            return plain(self, *args)
-        if args and args[0] == slice(None) and name in ("__setitem__", "__delitem__"):
+        if not self.cleared:
+            if name not in ("__setitem__", "__delitem__") or args[0] != slice(None):
+                self.is_read()
             self.clear()
             return self.extend(*args[1:] or ((),))
-        raise CaptureError(
-            f"forward changes what earlier calls left in the {self.kind} '{self.place.name}', or puts items elsewhere than at "
-            f"its end ({name})",
-            source=current_user_line() or self.place.line,
-            fix="append to it in forward, and do the rest outside; or set the attribute to another list",
-        )
+        return plain(self, *args)
 
     return method
 
@@ -604,10 +600,8 @@ def _reads_dict(name: str) -> Callable[..., Any]:
 
 _READS = "__getitem__ __iter__ __len__ __contains__ __reversed__ __add__ __radd__ __mul__ __rmul__ __eq__ __repr__"
 _REARRANGES = "__setitem__ __delitem__ __imul__ insert pop remove reverse sort appendleft extendleft popleft rotate"
-for _name in (*_READS.split(), "copy", "index", "count"):
+for _name in (*_READS.split(), *_REARRANGES.split(), "copy", "index", "count"):
     setattr(GrowingList, _name, _reads_list(_name))
-for _name in _REARRANGES.split():
-    setattr(GrowingList, _name, _rearranges(_name))
 for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault", "__delitem__"):
     setattr(WatchedDict, _name, _reads_item(_name))
 for _name in ("__iter__", "__len__", "__reversed__", "__eq__", "__or__", "__ror__", "__repr__"):

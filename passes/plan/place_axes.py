@@ -209,6 +209,8 @@ class Typer:
             fact = self.facts.get(node) if isinstance(node, fx.Node) else None
             if fact == P:
                 results[i], fact = self._move(node, P, R), R
+            elif isinstance(node, fx.Node) and isinstance(node.meta.get(VAL), (torch.SymInt, torch.SymFloat)):
+                results[i] = self._of_all_ranks(node, self.program.output_node())
             if isinstance(fact, Placement) and fact.is_shard and fact.cut.size in self.selected.masks:
                 raise self._error(
                     node, "is an output of rows that a mask selects, of which each rank has its own number"

@@ -12,7 +12,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,11 @@ class Calling(nn.Module):
         super().__init__()
         self.linear, self.function = nn.Linear(4, 4), function
         self.generator, self.history, self.numbers = np.random.default_rng(0), [], itertools.count(1)
-        self.recent = deque(maxlen=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.function(self)
         x = self.linear(x)
         return x * found if isinstance(found, (int, float)) else x
-
-
-def _extends_and_reads(model: Any) -> None:
-    model.history.append(model.linear.weight.sum())
-    sum(model.history)
-
-
-def _extends_and_reads_a_deque(model: Any) -> None:
-    model.recent.append(model.linear.weight.sum())
-    sum(model.recent)
 
 
 LOG, BYTES, ARRAY = io.StringIO("before"), io.BytesIO(), array.array("d")
@@ -73,8 +61,6 @@ REFUSED = {
     "open file": (lambda model: FILE.write("a line"), "forward changes '.*FILE' .* cannot follow"),
     "printed": (lambda model: print("a line", file=LOG), "forward changes '.*LOG' .* cannot follow"),
     "array": (lambda model: ARRAY.append(1.0), "forward changes '.*ARRAY' .* cannot follow"),
-    "running list": (_extends_and_reads, "forward extends the list 'history' and reads it"),
-    "running deque": (_extends_and_reads_a_deque, "forward extends the deque 'recent' and reads it"),
     "submodule": (lambda model: setattr(model, "late", nn.Linear(4, 4)), "forward changes 'late' .* cannot follow"),
     "parameter": (
         lambda model: setattr(model, "bias", nn.Parameter(torch.zeros(4))),

@@ -247,16 +247,6 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: (torch.manual_seed(7), m.lin(x) * torch.rand(4))[1],
         lambda m, x: m.lin(x) * DRAWN,
     ),
-    "a list that is read": (
-        "forward extends the <kind> '<name>' and reads it",
-        lambda m, x: (m.seen.append(x.sum()), m.lin(x) * m.seen[0])[1],
-        lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
-    ),
-    "a list whose end is taken": (
-        "forward changes what earlier calls left in the <kind> '<name>', or puts items elsewhere",
-        lambda m, x: (m.seen.append(x.sum()), m.seen.insert(0, x.sum()), m.lin(x))[2],
-        lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
-    ),
     "a slot": (
         "forward sets '<owner>.<name>', a slot of a <__qualname__>",
         lambda m, x: (setattr(m.odd, "value", 3.0), m.lin(x))[1],

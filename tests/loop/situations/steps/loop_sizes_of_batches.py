@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +99,19 @@ def margins_are_written_into_logits(loop: Loop) -> None:
     train(loop, lambda m, x, y: margin(m, x, y - 5, lambda h: torch.tensor(-3.0)))
     train(loop, lambda m, x, y: margin(m, x, y, lambda h: h.tanh().mean(1)))
     train(loop, lambda m, x, y: margin(m, x, y, lambda h: h.tanh().mean(1), accumulate=True))
+
+
+@situation(BATCH, data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def sizes_that_forward_leaves_or_returns_are_those_of_all_rows(loop: Loop) -> None:
+    class Counted(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            total = self.logits(x).sum() * getattr(self, "before", 1)
+            self.before, self.share = len(x), 1 / len(x)
+            return total, len(y), {"rows": x.shape[0]}
+
+    model = loop.model(Counted(lambda m, x, y: x))
+    for n in (6, 4, 6):
+        loss, *sizes = model(loop.rows(torch.randn(n, 7)), loop.rows(torch.zeros(n)))
+        loss.backward()
+        loop.see(loss=loss, sizes=sizes, before=model.before, share=model.share)
+    loop.see_gradients(model)
