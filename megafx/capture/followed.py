@@ -247,7 +247,7 @@ class _OutsideWrites(TorchFunctionMode):
         if name in ("tolist", "numpy", "__array__") and type(args[0]) is Tensor and not args[0].is_inference():
             self.read(args[0])
         target = args[0] if args and _is_in_place(name) else (kwargs or {}).get("out")
-        statistics = _running_statistics(*args, **(kwargs or {})) if name == "batch_norm" else []
+        statistics = _running_statistics(name, args, kwargs or {}) if name in _NORMS else []
         for x in statistics or [target]:
             if type(x) is Tensor:
                 self.written(x)
@@ -292,10 +292,15 @@ def _as_number(index: Any, size: Any) -> Any:
     return number
 
 
-def _running_statistics(x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
-                        *_: Any, **__: Any) -> list[Any]:  # fmt: skip
-    """Arguments of F.batch_norm that it writes."""
-    return [mean, var] if training else []
+_NORMS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
+
+
+def _running_statistics(norm: str, args: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Arguments of F.batch_norm and F.instance_norm that they write."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", _NORMS[norm][0])
+    given = {**dict(zip(names, args, strict=False)), **options}
+    found = [x for x in (given.get("running_mean"), given.get("running_var")) if x is not None]
+    return found if given.get(*_NORMS[norm]) else []
 
 
 def _is_in_place(name: str) -> bool:

@@ -54,7 +54,6 @@ VIEWS: tuple[Step, ...] = (
     random.native_dropout_to_dropout,
     random.dropout_between_layers,
     names.erase_idle_dropout,
-    inplace.write_out_running_statistics,
     inplace.refuse_sparse_gradients,
 )
 VALUES: tuple[Step, ...] = (
@@ -102,6 +101,7 @@ def canonicalize_program(program: Program) -> int:
     changes += names.erase_asserts(editor)
     changes += numbers.numbers_behind_the_graph(editor)
     changes += sizes.name_sizes_of_data(editor)
+    changes += _each(editor, (inplace.write_out_running_statistics,))
     changes += composites.made_of_others(editor)
     changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)

@@ -17,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.ir.nodes import argument, aten_ops, replace
+from megafx.ir.nodes import aten_ops, replace
 from megafx.ir.program import VAL
 from megafx.passes.canonicalize.editor import Editor
 
@@ -42,10 +42,8 @@ def made_of_others(editor: Editor) -> int:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """True for norms that write statistics, and for differences of position ids, where documents begin (analysis/masks.py)."""
-    if node.target is torch.ops.aten.diff.default:
-        return not node.meta[VAL].is_floating_point()
-    return node.target is torch.ops.aten.instance_norm.default and argument(node, "running_mean") is not None
+    """True for differences of position ids, where documents begin (analysis/masks.py)."""
+    return node.target is torch.ops.aten.diff.default and not node.meta[VAL].is_floating_point()
 
 
 class _Recorder(TorchDispatchMode):

@@ -376,29 +376,24 @@ def refuse_sparse_gradients(editor: Editor, node: fx.Node) -> bool:
 
 @on("batch_norm instance_norm")
 def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
-    """batch_norm that trains with running statistics -> one without, and their updates."""
-    if node.target is aten.instance_norm.default:
-        mean, use_input_stats = arguments(node, "running_mean", "use_input_stats")
-        if use_input_stats and mean is not None:
-            raise CaptureError(
-                "instance_norm updates running statistics in training",
-                fix="use track_running_stats=False",
-                **located(node),
-            )
-        return False
+    """A norm that trains with running statistics -> one without, and their updates. Those of instance_norm are means over the
+    rows, each of which has statistics of its own."""
+    of_batch = node.target is aten.batch_norm.default
     x, weight, bias, mean, var, training, momentum, eps, cudnn = arguments(
-        node, "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
-    )
-    if not training or mean is None:
-        return False
+        node, "input", "weight", "bias", "running_mean", "running_var", "training" if of_batch else "use_input_stats",
+        "momentum", "eps", "cudnn_enabled",
+    )  # fmt: skip
+    if not training or mean is None:  # an instance_norm of running statistics is a batch_norm
+        target = aten.batch_norm.default if mean is not None else node.target
+        return respell(node, target, (x, weight, bias, mean, var, training, momentum, eps, cudnn))
     emit = editor.at(node)
-    dims = [d for d in range(x.meta[VAL].dim()) if d != 1]
+    dims = [d for d in range(0 if of_batch else 2, x.meta[VAL].dim()) if d != 1]
     still = emit(aten.detach.default, x)
-    batch = (emit(aten.mean.dim, still, dims), emit(aten.var.correction, still, dims, correction=1))
-    for running, now in zip((mean, var), batch, strict=True):
+    now = [emit(aten.mean.dim, still, dims), emit(aten.var.correction, still, dims, correction=1)]
+    for running, of_x in zip((mean, var), now if of_batch else [emit(aten.mean.dim, y, [0]) for y in now], strict=True):
         kept = emit(aten.mul.Tensor, running, 1.0 - momentum)
-        emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, now, momentum)))
-    return respell(node, aten.batch_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn))
+        emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, of_x, momentum)))
+    return respell(node, node.target, (x, weight, bias, None, None, True, momentum, eps, cudnn))
 
 
 @on("embedding")

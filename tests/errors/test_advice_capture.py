@@ -197,11 +197,6 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: m.table((x > 1).long()) + F.embedding((x > 0).long(), m.table.weight, max_norm=1.0),
         lambda m, x: (e := m.table((x > 0).long())) * (1.0 / e.norm(dim=-1, keepdim=True)).clamp(max=1.0),
     ),
-    "running statistics": (
-        "instance_norm updates running statistics in training",
-        lambda m, x: F.instance_norm(x, m.buffer[:3].clone(), torch.ones(3).double()) + m.lin(x),
-        lambda m, x: F.instance_norm(x) + m.lin(x),
-    ),
     "least squares": (
         "torch.linalg.lstsq: whether it returns residuals",
         lambda m, x: torch.linalg.lstsq(m.lin.weight, x[0].mT).solution,
