@@ -64,7 +64,7 @@ class Many(nn.Module):
 class Nothing:
     """An executable that computes no more than gradients of the right shape."""
 
-    see, read_in_backward, gathered_names = None, (), ()
+    rooms, read_in_backward, gathered_names = None, (), ()
 
     def __init__(self) -> None:
         self.casts = KeptValues()

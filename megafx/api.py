@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
+from megafx.capture.dims import with_sizes
 from megafx.capture.libraries.huggingface import is_hf_model
 from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program, plan_only
@@ -19,7 +20,7 @@ from megafx.distributed.mesh import make_meshes
 from megafx.distributed.parameters import device_of
 from megafx.equivalence import Sabotage, Verdict, config_of, sabotage_call, types_of_call, verify_call, verify_on_ranks
 from megafx.errors import ConfigError, UsageError
-from megafx.example_call import ExampleCall, hardware_of, inputs_of, with_sizes
+from megafx.example_call import ExampleCall, hardware_of, inputs_of
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import CompileContext

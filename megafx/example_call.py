@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from megafx.capture.dims import max_length
+from megafx.capture.dims import with_sizes
 from megafx.capture.errors import refuse_quantised
-from megafx.capture.export import sizes_of_call
 from megafx.capture.libraries.huggingface import synthesize_inputs
 from megafx.compiler.captured import Uncaptured
 from megafx.config import Config
 from megafx.distributed.parameters import device_of
-from megafx.ir.call_spec import differentiable_inputs
+from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.model_copies import deep_copy
 from megafx.ir.program import Input, Program
 from megafx.planner.context import in_training
@@ -94,7 +94,10 @@ class ExampleCall:
 
     def wants_grad(self) -> Callable[[Input], bool]:
         """Of every parameter, and of the inputs that require one."""
-        return in_training(differentiable_inputs(self.args, self.kwargs, self.loss_inputs))
+        leaves = pytree.tree_flatten_with_path(call_tree(self.args, self.kwargs, self.loss_inputs))[0]
+        return in_training(
+            frozenset(leaf_name(path) for path, x in leaves if isinstance(x, Tensor) and x.requires_grad)
+        )
 
 
 def inputs_of(model: nn.Module, example_inputs: Any) -> Call:
@@ -127,16 +130,6 @@ def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         else:
             drawn[name] = torch.randint(0, vocab, value.shape, dtype=value.dtype, device=device)
     return drawn
-
-
-def with_sizes(config: Config, model: nn.Module, example: Call | None) -> Config:
-    """Fill in the sizes that are priced, where the config has none: those of the user's example, else the model's maximum
-    sequence length."""
-    sizes = {} if example is None else sizes_of_call(model, *example)
-    if config.micro_batch_size is None and "batch" in sizes:
-        config = config.replace(micro_batch_size=max(sizes["batch"], 1))
-    length = sizes.get("seq") if example is not None else max_length(model)
-    return config.replace(seq_length=max(length, 1)) if config.seq_length is None and length is not None else config
 
 
 def hardware_of(config: Config, device: torch.device | None) -> Hardware:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from megafx.capture.dims import with_sizes
 from megafx.capture.libraries.records import taken_apart
 from megafx.compiler.captured import Uncaptured
 from megafx.compiler.cut_stages import (
@@ -42,7 +43,7 @@ from megafx.distributed.mesh import DATA_DIMS, Meshes, dims_of, join_the_job, ma
 from megafx.distributed.parameters import device_of, parameter_slots
 from megafx.distributed.tensor import local_of
 from megafx.errors import AgreementError, MegafxError, UsageError
-from megafx.example_call import hardware_of, inputs_of, with_sizes
+from megafx.example_call import hardware_of, inputs_of
 from megafx.ir.call_spec import ambient_autocast, call_tree, leaf_name
 from megafx.ir.program import VAL, Program
 from megafx.meanwhile import in_modes, meanwhile

@@ -1,16 +1,15 @@
 """Numbers that a model keeps in buffers, as far as they are a pattern: a triangle, a band, one number.
 
 nanoGPT and GPT-2 keep their causal mask in a buffer, which is only an input of the graph. `read_table` finds out what the mask
-is; a `TableGuard` checks at each call that the buffer still holds it.
+is; a `TableGuard` (runtime/guards.py) checks at each call that the buffer still holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 LARGEST = 1 << 28  # elements that are looked at
 
@@ -44,26 +43,3 @@ def read_table(x: Tensor) -> Table | None:
     if not torch.equal(x == on, inside) or not torch.equal(x == off, ~inside):
         return None
     return Band(on, off, 0 if window == n else window)
-
-
-class TableGuard:
-    """Whether buffers of a model hold what was read from them."""
-
-    def __init__(self, model: nn.Module, tables: Mapping[str, Table]) -> None:
-        self.model, self.tables = model, dict(tables)
-        self.seen = {name: self._mark(name) for name in tables}
-
-    def _mark(self, name: str) -> tuple[int, int, int]:
-        buffer = self.model.get_buffer(name)
-        return id(buffer), -1 if buffer.is_inference() else buffer._version, buffer.data_ptr()
-
-    def holds(self) -> bool:
-        """Looks at the numbers only where a buffer was written or replaced since."""
-        for name, table in self.tables.items():
-            mark = self._mark(name)
-            if mark == self.seen[name]:
-                continue
-            if read_table(self.model.get_buffer(name)) != table:
-                return False
-            self.seen[name] = mark
-        return True

@@ -13,6 +13,10 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from megafx.capture.libraries.caches import growing_dims, states_for_caches
+from megafx.capture.libraries.huggingface import sequence_group
+from megafx.config import Config
+from megafx.ir.call_spec import call_tree, leaf_name
 from megafx.ir.python_state import of_parameters
 
 # Sizes to trace with where the call does not fix them. Larger than twice every tensor-parallel degree, so that no local size is
@@ -136,6 +140,22 @@ def max_length(model: Any) -> int | None:
     lengths = [getattr(getattr(model, "config", None), key, None) for key in _MAX_LENGTH]
     known = [n for n in lengths if isinstance(n, int) and not isinstance(n, bool) and n > 1]
     return min(known) if known else None
+
+
+def with_sizes(config: Config, model: Any, example: tuple[Sequence[Any], Mapping[str, Any]] | None) -> Config:
+    """Fill in the sizes that are priced, where the config has none: those of the user's example (args, kwargs), else the
+    model's maximum sequence length."""
+    if example is None:
+        sizes = {"seq": n} if (n := max_length(model)) is not None else {}
+    else:
+        args, kwargs, _ = states_for_caches(*example)
+        tree = call_tree(args, kwargs, None)
+        leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
+        tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
+        sizes = name_dims(tensors, None, sequence_group(model), growing_dims(tree)).user
+    at_least_1 = {name: max(size, 1) for name, size in sizes.items()}
+    batch, length = config.micro_batch_size or at_least_1.get("batch"), config.seq_length or at_least_1.get("seq")
+    return config.replace(micro_batch_size=batch, seq_length=length)
 
 
 def name_dims(

@@ -187,15 +187,6 @@ def capture_call(
     return serving
 
 
-def sizes_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a call that have names ('batch', 'seq', 'target')."""
-    args, kwargs, _ = states_for_caches(args, kwargs)
-    tree = call_tree(args, kwargs, None)
-    leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
-    tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
-    return name_dims(tensors, None, sequence_group(model), growing_dims(tree)).user
-
-
 def refuse_lazy(model: nn.Module) -> None:
     """Raise CaptureError where a parameter or buffer has no shape yet."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -52,14 +53,6 @@ def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
         for key, param in module._parameters.items():
             if param is not None:
                 yield (f"{prefix}.{key}" if prefix else key), Slot(module, key)
-
-
-def aliases(slots: Iterable[Slot], every: Iterable[Slot]) -> list[list[Slot]]:
-    """Those of `every` that hold the parameter of each slot."""
-    found: dict[int, list[Slot]] = {}
-    for slot in every:
-        found.setdefault(id(slot.get()), []).append(slot)
-    return [found[id(slot.get())] for slot in slots]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -209,53 +202,53 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
 
 
 @torch.no_grad()
-def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> None:
-    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says, in place:
-    only the local tensor and the spec of the TPTensor change, its logical shape does not."""
-    done: dict[int, tuple[str, Placement]] = {}
-    for fqn, slot in parameter_slots(model):
-        param = slot.get()
-        assert isinstance(param, TPTensor)
-        if fqn not in placements:
-            continue
-        if id(param) in done:
-            name, other = done[id(param)]
-            if other != placements[fqn]:
-                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {other} and {placements[fqn]}")
-            continue
-        _, placement = done[id(param)] = fqn, placements[fqn]
-        if placement.kind not in ("I", "S"):
-            raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
-        if placement.is_shard:
-            mesh = param._spec.mesh
-            spec = make_spec(mesh, placement, param.shape, param.dtype)
-            _cut(param, spec, [(placement, mesh.get_local_rank(), mesh.size())])
+def shard_parameters(
+    model: nn.Module,
+    placements: Mapping[str, Placement],
+    meshes: Meshes | None = None,
+    experts: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Cut each replicated parameter, and its gradient, in place: only the local tensor and the spec of the TPTensor change, its
+    logical shape does not.
 
-
-@torch.no_grad()
-def shard_over_data(model: nn.Module, meshes: Meshes, experts: Mapping[str, int]) -> None:
-    """Cut parameters, and their gradients if they have some, again over data-parallel ranks, in place.
-
-    Of the parameters named in `experts` each rank keeps its experts: those of a stack (-1), or the one whose rank is named. The
-    others are cut where ranks hold shards of a copy.
+    placements: FQN -> I or S, how tensor-parallel ranks hold it; any alias of a tied one. meshes: of data-parallel ranks, which
+    cut again what they hold shards of. Of parameters named in `experts` each rank keeps its experts: those of a stack (-1), or
+    the one whose rank is named.
     """
-    of_experts = {id(slot.get()): experts[fqn] for fqn, slot in parameter_slots(model) if fqn in experts}
+    placed: dict[int, tuple[str, Placement]] = {}
+    of_experts: dict[int, int] = {}
+    for fqn, slot in parameter_slots(model):
+        key = id(slot.get())
+        if fqn in placements:
+            name, placement = placed.setdefault(key, (fqn, placements[fqn]))
+            if placement != placements[fqn]:
+                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {placement} and {placements[fqn]}")
+            if placement.kind not in ("I", "S"):
+                raise PlanError(
+                    f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S"
+                )
+        if fqn in experts:
+            of_experts[key] = experts[fqn]
     for param in model.parameters():
         assert isinstance(param, TPTensor)
-        tensor, t = placement_of(param), param._spec.mesh.size()
-        if id(param) in of_experts:
-            assert meshes.data is not None
-            own = of_experts[id(param)]
-            placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts, own)
-            mesh = meshes.experts_tensor if tensor.is_shard and t > 1 else meshes.experts
-        elif meshes.shards is not None:
-            mesh = meshes.shards
-            placement = nested(tensor, param.shape, t, mesh.size() // t)
-        else:
-            continue
-        assert mesh is not None
-        spec = make_spec(mesh, placement, param.shape, param.dtype)
-        _cut(param, spec, _cuts(placement, tensor, mesh.get_local_rank(), mesh.size()))
+        (_, placement), mesh = placed.get(id(param), ("", I)), param._spec.mesh
+        if meshes is not None:
+            placement, mesh = _over_data(placement, param, meshes, of_experts.get(id(param)))
+        if placement.is_shard:
+            spec = make_spec(mesh, placement, param.shape, param.dtype)
+            _cut(param, spec, placement.on_axes(mesh.get_local_rank(), mesh.size()))
+
+
+def _over_data(tensor: Placement, param: TPTensor, meshes: Meshes, expert: int | None) -> tuple[Placement, DeviceMesh]:
+    """How a parameter that tensor-parallel ranks hold at `tensor` is cut over data-parallel ranks too, and on which mesh."""
+    mesh, t = param._spec.mesh, param._spec.mesh.size()
+    if expert is not None:
+        assert meshes.data is not None and meshes.experts is not None
+        placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts, expert)
+        return placement, (meshes.experts_tensor if tensor.is_shard and t > 1 else None) or meshes.experts
+    if meshes.shards is not None:
+        return nested(tensor, param.shape, t, meshes.shards.size() // t), meshes.shards
+    return tensor, mesh
 
 
 def on_tensor_ranks(param: TPTensor, mesh: DeviceMesh) -> Placement:
@@ -266,14 +259,8 @@ def on_tensor_ranks(param: TPTensor, mesh: DeviceMesh) -> Placement:
     return placement if param._spec.mesh is mesh else I
 
 
-def _cuts(placement: Placement, tensor: Placement, rank: int, ranks: int) -> list[tuple[Placement, int, int]]:
-    """How what a rank holds at `tensor` becomes what it holds at `placement`: (placement, rank, ranks) of each cut."""
-    cuts = [*placement.on_axes(rank, ranks)]
-    return cuts[cuts[0][0] == tensor :]
-
-
 def _cut(param: TPTensor, spec: DTensorSpec, cuts: Iterable[tuple[Placement, int, int]]) -> None:
-    """Cut what this rank holds of a parameter and its gradient; `spec` describes what is left."""
+    """Cut a parameter and its gradient; `spec` describes what is left. cuts: (placement, rank, ranks) of each axis."""
     grad, param.grad = cast("TPTensor | None", param.grad), None
     local, of_grad = param._local_tensor, None if grad is None else grad._local_tensor
     for cut in cuts:

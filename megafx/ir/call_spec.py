@@ -150,14 +150,6 @@ def user_name(name: str) -> str:
     return re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
 
 
-def differentiable_inputs(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
-) -> frozenset[str]:
-    """Names of the tensors of a call that require a gradient; the others are data."""
-    leaves = pytree.tree_flatten_with_path(call_tree(args, kwargs, loss_inputs))[0]
-    return frozenset(leaf_name(path) for path, x in leaves if isinstance(x, torch.Tensor) and x.requires_grad)
-
-
 @dataclass(frozen=True)
 class CallSpec:
     """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for."""

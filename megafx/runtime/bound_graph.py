@@ -19,14 +19,13 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.distributed.tensor import DTensor
 
 from megafx.analysis.communication import schedule
-from megafx.analysis.tables import TableGuard
 from megafx.capture.libraries.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
 from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.parameters import Slot, aliases
+from megafx.distributed.parameters import Slot
 from megafx.distributed.tensor import TPTensor
 from megafx.distributed.tensor_layout import shard_of
 from megafx.errors import LostRankError, UsageError
@@ -40,7 +39,7 @@ from megafx.placements.types import Placement
 from megafx.runtime.again import Again, enters_grad
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
-from megafx.runtime.guards import changed_by_a_hook
+from megafx.runtime.guards import TableGuard, changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.hooks_of_absent import before_autograd_comes, only_with_gradients
 from megafx.runtime.hooks_on_outputs import Arrived, Waiting, above_others, called_for, refused, watch
@@ -139,7 +138,7 @@ class BoundGraph:
         slots = state.slots
         self.read = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
-        self.places = aliases(self.slots, slots.values())
+        self.places = state.aliases(self.slots)
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}

@@ -14,7 +14,6 @@ from megafx.compiler.runner import Runner
 from megafx.compiler.stages import runner_of
 from megafx.debugging import current
 from megafx.errors import CaptureError, UsageError
-from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.kernels.common.ahead import get_ready
 from megafx.placements.types import I, Placement
@@ -83,8 +82,7 @@ def settle(
                 raise
             program = capture(False)
         get_ready(program.graph)
-        inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
-        context = replace(context, wants_grad=in_training(inputs))
+        context = replace(context, wants_grad=in_training(call.differentiable()))
         made = Planned(program, program.copy(), context, runner_of(context))
         settled.plan = plan_only(made.placed, made.context, made.runner)
     if situation is not None:

@@ -1,7 +1,8 @@
 """Submodules of a parallelized model, whose flat graph has no submodule calls.
 
 A direct call of a submodule that holds shards runs a graph of its own. Hooks on submodules are watched: another set of them
-needs another graph (capture/hooks.py). Wrapping the model in DDP or `fully_shard` is refused.
+needs another graph (capture/hooks.py). So are buffers whose numbers a graph has in it (`TableGuard`). Wrapping the model in DDP
+or `fully_shard` is refused.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import inspect
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules import module as of_all
 
+from megafx.analysis.tables import Table, read_table
 from megafx.capture.hook_stores import line_of_hook, names_of_hook
 from megafx.capture.hooks import HOOK_TABLES, hooked_modules, names_in, refuse_dispatch
 from megafx.capture.like_layers import AroundForward
@@ -83,8 +85,8 @@ class Hooked:
     handles refer to them, with which hooks are removed; they are looked at in each call.
     """
 
-    def __init__(self, model: nn.Module, eager: Collection[str]) -> None:
-        self.model, self.eager, self.changed = model, eager, True
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.changed = model, True
         self.watched: list[tuple[dict[str, Any], str, Any]] = []
         self.owners: list[dict[str, Any]] = []
         self.tables: list[tuple[Any, ...]] = []
@@ -114,8 +116,9 @@ class Hooked:
         self.tables = list(map(_TABLES_OF, self.owners))
         self.changed = False
 
-    def state(self) -> Hashable:
-        """Equal for two calls that one graph can serve. CaptureError where hooks are of a kind that none can."""
+    def state(self, eager: Collection[str]) -> Hashable:
+        """Equal for two calls that one graph can serve. CaptureError where hooks are of a kind that none can. eager: FQNs of
+        modules that are left eager, hooks and all."""
         refuse_dispatch(self.model, "")
         seen = (
             [(owner.get(name) is table, *table) for owner, name, table in self.watched],
@@ -124,7 +127,7 @@ class Hooked:
         if self.changed or seen != self.seen or list(map(_TABLES_OF, self.owners)) != self.tables:
             self.watch()
             outside = {self.model}
-            for name in self.eager:
+            for name in eager:
                 outside |= set(self.model.get_submodule(name).modules())
             found = hooked_modules(self.model, outside, read=names_in(self.model))
             self.found = tuple(found.items())
@@ -271,3 +274,26 @@ def _forward_of_the_users(module: nn.Module, now: DirectCall | CopiedApart) -> N
     del vars(module)["forward"]
     if now.replaced is not None:
         vars(module)["forward"] = now.replaced
+
+
+class TableGuard:
+    """Whether buffers of a model hold what was read from them."""
+
+    def __init__(self, model: nn.Module, tables: Mapping[str, Table]) -> None:
+        self.model, self.tables = model, dict(tables)
+        self.seen = {name: self._mark(name) for name in tables}
+
+    def _mark(self, name: str) -> tuple[int, int, int]:
+        buffer = self.model.get_buffer(name)
+        return id(buffer), -1 if buffer.is_inference() else buffer._version, buffer.data_ptr()
+
+    def holds(self) -> bool:
+        """Looks at the numbers only where a buffer was written or replaced since."""
+        for name, table in self.tables.items():
+            mark = self._mark(name)
+            if mark == self.seen[name]:
+                continue
+            if read_table(self.model.get_buffer(name)) != table:
+                return False
+            self.seen[name] = mark
+        return True

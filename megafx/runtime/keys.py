@@ -107,6 +107,11 @@ class Call:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
         return [leaf_name(path) for path, _ in paths]
 
+    def differentiable(self) -> frozenset[str]:
+        """Names of the tensors that require a gradient; the others are data."""
+        pairs = zip(self.names(), self.leaves, strict=True)
+        return frozenset(n for n, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
+
     def numbers(self) -> list[int]:
         """What ranks compare of each call apart from its text: sizes, Python numbers, and values where they are on the CPU."""
         return numbers_of(x for _, x in self._compared()) if self.received else numbers_of(self.leaves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,13 @@ class ModelState:
                 "results and gradients to the others in each call", fqn,
             )  # fmt: skip
         self.rounded.add(fqn)
+
+    def aliases(self, slots: Iterable[Slot]) -> list[list[Slot]]:
+        """Of each slot those that hold the same parameter."""
+        found: dict[int, list[Slot]] = {}
+        for slot in self.slots.values():
+            found.setdefault(id(slot.get()), []).append(slot)
+        return [found[id(slot.get())] for slot in slots]
 
     @property
     def group(self) -> dist.ProcessGroup | None:

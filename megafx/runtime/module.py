@@ -25,8 +25,7 @@ from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, replicate_parameters
 from megafx.errors import UsageError
-from megafx.ops.eager_call import matching
-from megafx.runtime.guards import Hooked, data_parallel_error, guard_forward, remove_guards
+from megafx.runtime.guards import data_parallel_error, guard_forward, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
 from megafx.weights.state import full_state_dict, prepare_loading, refuse_assignment
@@ -255,9 +254,7 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
 
 def _install(runtime: Runtime) -> None:
     model, data = runtime.model, runtime.meshes.data
-    eager = matching(model, runtime.config.eager_modules)
     runtime.guard()
-    runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
     guard_forward(model, runtime.call)
     model.__class__ = parallel_class(runtime.original)

@@ -33,7 +33,6 @@ from megafx.distributed.parameters import (
     count_changes,
     parameter_slots,
     place_joined,
-    shard_over_data,
     shard_parameters,
     take_fp32_gradients,
 )
@@ -110,7 +109,6 @@ class Runtime:
         self.original: type[nn.Module] = type(model)
         self.state = ModelState(model, config, meshes)
         self.settled = Settled()
-        self.uncaptured = Uncaptured(model, config)
         self.captures, self.turns = 0, Turns()
         self.example: tuple[Hashable, Program | None] = None, None  # a program of its first call, and the form of that
         self.notes: list[Note] = []
@@ -118,7 +116,7 @@ class Runtime:
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
-        self.hooked = Hooked(model, ())
+        self.hooked = Hooked(model)
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
         self.replacements = 0  # how often submodules were replaced
@@ -132,12 +130,14 @@ class Runtime:
         self.elsewhere: frozenset[str] | None = None
         self.received = ""
         self.borrowed: frozenset[str] = frozenset()
+        self.uncaptured, self.eager = Uncaptured(model, config), matching(model, config.eager_modules)
 
     # -- setting up
 
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
+        self.eager = matching(self.model, self.config.eager_modules)
         self.classes = [*map(type, self.modules)]
         self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
@@ -163,8 +163,7 @@ class Runtime:
     def guard(self) -> None:
         """On several ranks a direct call of a submodule is a graph of its own."""
         if self.mesh is not None:
-            eager = matching(self.model, self.config.eager_modules)
-            guard_modules(self.model, lambda: self.turns.capturing or in_eager_code(), self.call_part, eager)
+            guard_modules(self.model, lambda: self.turns.capturing or in_eager_code(), self.call_part, self.eager)
 
     def release(self) -> None:
         """Give the model up: it is a plain one again, an instance of its own class, as before megafx.parallelize."""
@@ -282,11 +281,10 @@ class Runtime:
             graph = self._graph(call).serving(call)
         except CaptureError as error:
             raise self._failed(call, error) from None
-        if graph.enters_grad and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            pairs = zip(call.names(), call.leaves, strict=True)
-            leaves = {n for n, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad}
-            if graph.enters_grad - leaves:  # a leaf that forward has written into requires its gradient anyway
-                raise EntersGrad
+        off = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        # A leaf that forward has written into requires its gradient anyway.
+        if graph.enters_grad and off and graph.enters_grad - call.differentiable():
+            raise EntersGrad
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
@@ -313,18 +311,24 @@ class Runtime:
 
     def _compare(self, call: Call, graph: BoundGraph | None) -> None:
         """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""
-        if self.state.boards is None:
-            device = self.state.device
-            self.state.boards = Boards(make_board(self.group, device), make_board(self.meshes.batch, device))
-        if (board := self.state.boards.calls) is not None:
-            about = f"{self._describe(call)}\n{STATE}new" if graph is None else graph.about
+        state, several = self.state, self.mesh is not None
+        if state.boards is None:
+            state.boards = Boards(make_board(self.group, state.device), make_board(self.meshes.batch, state.device))
+        checks = several and self._checks_inputs()
+        described = self._describe(call) if several and (checks or graph is None) else ""
+        tensors, whole = (call.tensors(), state.replicated()) if checks else ([], [])
+        if (board := state.boards.calls) is not None:
+            about = f"{described}\n{STATE}new" if graph is None else graph.about
             more = {} if graph is None else graph.state_inputs()
-            numbers = [self.state.steps.count, *call.numbers(), *numbers_of(more.values())]
-            if (found := board.exchange(Entry(FORWARD, self.state.step, about, numbers))) is not None:
-                raise calls_differ(found, [*call.labels(), *labels_of(more)], self.state.stepped())
-        if self.mesh is not None and self._checks_inputs():
-            agreement.check_inputs(call.tensors(), self._describe(call), self.state.step, self.group)
-            agreement.check_parameters(self.state.replicated(), self.state.step, self.group)
+            numbers = [state.steps.count, *call.numbers(), *numbers_of(more.values())]
+            if (found := board.exchange(Entry(FORWARD, state.step, about, numbers))) is not None:
+                labels = [*call.labels(), *labels_of(more)]
+                raise calls_differ(found, labels, state.stepped())
+        if checks:
+            agreement.check_inputs(tensors, described, state.step, self.group)
+            agreement.check_parameters(whole, state.step, self.group)
+        if several and graph is None:
+            agreement.check_same("the call that is to be captured", described, self.group)
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Call:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
@@ -364,26 +368,24 @@ class Runtime:
                 take_new_parameters(self)
                 skeleton = self._skeleton(call, grad)
                 continue
-            state = self._changed_state(graphs, call)
             try:
                 known, captured = self._small_sizes(graphs, call, varying, grad)
                 if known is not None:
                     return known
-                graph = self._compile(call, varying, state, grad, captured, self._example_of(skeleton, call))
+                state, examples = self._begin_with(graphs, skeleton, call)
+                graph = self._compile(call, varying, state, grad, captured, examples)
             except CaptureError:
                 if not varying:
                     raise
                 self.keys.numbers.bake(skeleton)  # a number that cannot be a tensor: one graph a value
                 continue
             self.fixed_state |= state.keys() - graph.state_inputs().keys()
-            if len(graphs) == MANY:
-                warn_of_many(graphs[-1].compiled.spec, call)
             graphs.append(graph)
             return graph
 
     def _skeleton(self, call: Call, grad: bool, training: bool = False) -> Hashable:
         """What a graph of this call depends on, but for its numbers. training: as if every module were in training mode."""
-        hooks = self.hooked.state()
+        hooks = self.hooked.state(self.eager)
         parameters = parameter_state(self.parameters.all())
         trained, cached = module_state(self.modules, self.configs)
         trained = (True,) * len(trained) if training else trained
@@ -391,25 +393,36 @@ class Runtime:
         modes = self.replacements, self.parameters.layout, forward, trained, cached, parameters, hooks
         return self.keys.skeleton(call, modes, grad)
 
-    def _example_of(self, skeleton: Hashable, call: Call) -> dict[bool, Program]:
-        """What was captured already of the model's first call: as it is (False), or in its training form (True)."""
+    def _begin_with(
+        self, graphs: Sequence[BoundGraph], skeleton: Hashable, call: Call
+    ) -> tuple[dict[str, Place], dict[bool, Program]]:
+        """What the next graph begins with: (numbers and tensors in Python objects that are to be its inputs, what was captured
+        already of the model's first call, as it is (False) or in its training form (True)).
+
+        Inputs are those that changed since the last graph that would serve the call. (What cannot be an input is baked in, a
+        graph for each value.)
+        """
         (form, program), self.example = self.example, (None, None)
-        if program is None or program.call is None:
-            return {}
-        if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is not None:
-            return {}
-        forms = {False: skeleton}
-        if torch.is_grad_enabled():
+        given, forms, examples = (call.args, call.kwargs, call.loss_inputs), {False: skeleton}, dict[bool, Program]()
+        if program is not None and torch.is_grad_enabled():
             forms[True] = self._skeleton(call, True, training=True)
-        return {training: program for training, wanted in forms.items() if wanted == form}
+        if program is not None and program.call is not None and program.call.mismatch(*given) is None:
+            examples = {training: program for training, wanted in forms.items() if wanted == form}
+        if len(graphs) == MANY:
+            warn_of_many(graphs[-1].compiled.spec, call)
+        for graph in reversed(graphs):
+            spec = graph.compiled.spec
+            if spec.structure_mismatch(*given) is None:
+                places = graph.state_places() | {p.name: p for p in spec.state.changed() if p.can_be_input()}
+                return {n: p for n, p in places.items() if n not in self.fixed_state}, examples
+        return {}, examples
 
     def _small_sizes(
         self, graphs: Sequence[BoundGraph], call: Call, varying: frozenset[int], grad: bool
     ) -> tuple[BoundGraph | None, Program | None]:
         """Where only sizes of 0 and 1 keep a graph from serving the call, that is looked into once: (the graph, if the model
         computes the same at these sizes; else None, and what it computes)."""
-        found = ((g, g.undecided(call)) for g in graphs)
-        graph, small = next(((g, small) for g, small in found if small), (None, {}))
+        graph, small = next(((g, small) for g in graphs if (small := g.undecided(call))), (None, {}))
         if graph is None:
             return None, None
         with self._capturing(grad):
@@ -417,17 +430,6 @@ class Runtime:
         assert program.call is not None
         same = graph.compiled.spec.prove(small, program.call) and graph.fits(call)
         return (graph, None) if same else (None, program)
-
-    def _changed_state(self, graphs: Sequence[BoundGraph], call: Call) -> dict[str, Place]:
-        """Numbers and tensors in Python objects that are to be inputs of the next graph: those that changed since the last one
-        that would serve the call. (What cannot be an input is baked in, a graph for each value.)"""
-        for graph in reversed(graphs):
-            spec = graph.compiled.spec
-            if spec.structure_mismatch(call.args, call.kwargs, call.loss_inputs) is None:
-                before = graph.state_places()
-                changed = {p.name: p for p in spec.state.changed() if p.can_be_input()}
-                return {n: p for n, p in (before | changed).items() if n not in self.fixed_state}
-        return {}
 
     @uncollected()
     def _compile(
@@ -439,12 +441,11 @@ class Runtime:
         captured: Program | None = None,
         examples: Mapping[bool, Program] = MappingProxyType({}),
     ) -> BoundGraph:
-        """captured: the program of the call, where it was captured already; examples: as of `_example_of`."""
+        """captured: the program of the call, where it was captured already; examples: as of `_begin_with`."""
         if self.mesh is not None:
             for name, param in zip(self.state.slots, self.parameters.current, strict=True):
                 if param is not None and not isinstance(param, TPTensor):
                     self.state.plain_parameter(name, param)
-            agreement.check_same("the call that is to be captured", self._describe(call), self.group)
         context = self._context(call, grad, state)
         is_training = context.training and all(m.training for m in self.modules) and not call.under_no_grad
 
@@ -650,9 +651,8 @@ class Runtime:
                 if self.meshes.data is not None:
                     agreement.check_same("the plan", str(self.params), self.meshes.everyone)
                 with stage("shard the parameters"), torch.inference_mode(False):
-                    shard_parameters(self.model, self.params)
                     experts = {} if self.settled.plan is None else self.settled.plan.experts
-                    shard_over_data(self.model, self.meshes, experts)
+                    shard_parameters(self.model, self.params, self.meshes, experts)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""

@@ -21,7 +21,7 @@ from transformers.optimization import Adafactor
 import megafx
 from megafx.distributed import muon
 from megafx.distributed.mesh import Meshes
-from megafx.distributed.parameters import replicate_parameters, shard_like, shard_over_data, shard_parameters
+from megafx.distributed.parameters import replicate_parameters, shard_like, shard_parameters
 from megafx.distributed.tensor import TPTensor
 from megafx.placements.types import I, Layout, S, owned
 from megafx.weights.state import full_state_dict
@@ -89,9 +89,7 @@ def placements(t: int) -> dict[str, Any]:
 def cut(model: nn.Module, data: bool = True) -> None:
     """data: on four ranks over data-parallel ranks too, as zero1 and fsdp keep parameters; else as ddp keeps them."""
     tensor, shards, t = meshes()
-    shard_parameters(model, placements(t))
-    if shards is not None and data:
-        shard_over_data(model, Meshes(tensor, shards=shards), ())
+    shard_parameters(model, placements(t), Meshes(tensor, shards=shards) if data else None)
 
 
 def gradients(model: nn.Module, step: int, quadratic: bool = False) -> None:

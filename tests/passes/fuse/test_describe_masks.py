@@ -11,13 +11,14 @@ import zoo
 
 import megafx
 from megafx.analysis.masks import MaskReader
-from megafx.analysis.tables import Band, TableGuard, read_table
+from megafx.analysis.tables import Band, read_table
 from megafx.capture.export import capture_call
 from megafx.ir.dump import target_text
 from megafx.ir.nodes import argument
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
+from megafx.runtime.guards import TableGuard
 from megafx.testing import assert_same, fuse_with, make_context
 
 FAMILY = [
