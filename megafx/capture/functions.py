@@ -1,9 +1,9 @@
 """Gradients that a model writes itself (`torch.autograd.Function`), while it is captured.
 
 A trace holds the operations of `forward`, and a graph differentiates those. Where `backward` computes the same (a hand-written
-GeLU), nothing is lost: both are run on made-up numbers of all magnitudes and compared. Where it does not (straight-through
-estimators, bounded or scaled gradients), the function stays as it is: each call is one node that runs the function's own
-code, forward and backward, on whole tensors on every rank (as `eager_modules` do), with a note.
+GeLU), nothing is lost (analysis/derivatives.py shows it). Where it does not (straight-through estimators, bounded or scaled
+gradients), the function stays as it is: each call is one node that runs the function's own code, forward and backward, on
+whole tensors on every rank (as `eager_modules` do), with a note.
 
 `torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps. The function that it is
 given is traced as if called directly, and its nodes are marked (ir.REGION): `choose_kept` makes them again in backward. So are
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,22 +23,21 @@ import torch
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor, fx, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megafx.analysis.derivatives import same_gradient
 from megafx.capture.code_names import chains, codes, writes_attributes_of
 from megafx.errors import CaptureError
 from megafx.ir.python_state import PLAIN
 from megafx.ir.source_lines import current_user_line
 from megafx.meanwhile import meanwhile, replacing
 from megafx.ops.eager_call import in_eager_code
-from megafx.ops.eager_probes import MADE_UP, FindsRows, eager_call_of, made_up
-from megafx.ops.eager_rows import PROBES, by_rows, some_are, spread_out
+from megafx.ops.eager_probes import FindsRows, eager_call_of
+from megafx.ops.eager_rows import by_rows
 
-RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
-_NUMBERS = (None, 0.25, 2.0)  # limits and scales are above 0; None: made-up ones, also below
 _OURS = ("torch.", "megafx.")
 _REGION = "megafx_region"
 BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
@@ -296,39 +294,6 @@ def of_rows(code_run_by: CodeRunBy, *functions: Any, context: str = "") -> Finds
     return by_rows
 
 
-def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
-    """Whether, for made-up arguments like these, `backward` gives what autograd gives for the operations of `forward`."""
-    leaves, spec = pytree.tree_flatten(args)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    state = torch.get_rng_state()
-    numbers = _NUMBERS if any(x.numel() == 1 and x.is_floating_point() for x in tensors) else (None,)
-    try:
-        for (seed, (spread, of_gradients, zeros, odd)), number in itertools.product(enumerate(PROBES), numbers):
-            found = []
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-                made = made_up(tensors, MADE_UP[0], seed % 2)  # indices and truth values of both kinds, too
-                values = [_single(some_are(spread_out(x, spread, seed), zeros, 0.0), number) for x in made]
-                for call in (function.apply, lambda *a: _forward(function, a)):
-                    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
-                    given = iter(inputs)
-                    torch.manual_seed(0)
-                    filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
-                    output = call(*pytree.tree_unflatten(filled, spec))
-                    change = lambda x: some_are(spread_out(x, of_gradients, 1), 3 if odd else None, odd)  # noqa: B023
-                    found.append(_gradients(output, inputs, [x.requires_grad for x in tensors], change))
-                for a, b in zip(*found, strict=True):  # with some room where a derivative goes through zero
-                    if zeros or odd:  # where others are NaN, a function may give numbers of its own
-                        a, b = a[a.isfinite()], b[a.isfinite()]
-                    typical = float(b.abs().nanmedian()) if b.numel() else 0.0
-                    if not torch.allclose(a, b, rtol=RTOL, atol=0.1 * RTOL * typical, equal_nan=True):
-                        return False
-    except Exception:  # what cannot be run twice like this is left as it is
-        return False
-    finally:
-        torch.set_rng_state(state)
-    return True
-
-
 def computed_again(cls: type[Function], args: tuple[Any, ...]) -> Callable[[], Any] | None:
     """A call of the function among the arguments, if the Function computes nothing else, and recomputes it in backward:
     checkpointing that users write themselves (guided-diffusion, latent diffusion). None for other Functions. The Function
@@ -372,40 +337,6 @@ def computed_again(cls: type[Function], args: tuple[Any, ...]) -> Callable[[], A
     if len(calls) != 2 or missing not in ([], [-1]) or (missing and not named):  # it may read what has no gradient then
         return None
     return lambda: args[functions[0]](*(x if at is None else args[at] for at, x in calls[0]))
-
-
-def _single(x: Tensor, number: float | None) -> Tensor:
-    return x if number is None or x.numel() != 1 or not x.is_floating_point() else torch.full_like(x, number)
-
-
-def _forward(function: Any, args: tuple[Any, ...]) -> Any:
-    """The operations of `forward`, as autograd sees them."""
-    if function.setup_context is not Function.setup_context:
-        return function.forward(*args)
-    context = _Context()
-    context.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
-    return function.forward(context, *args)
-
-
-class _Context(FunctionCtx):
-    """Takes what a forward saves for backward."""
-
-    needs_input_grad: tuple[bool, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-def _gradients(
-    output: Any, inputs: list[Tensor], wanted: list[bool], change: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
-    """Gradients of inputs, for gradients of outputs that are random numbers, changed."""
-    results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    into = [x for x, want in zip(inputs, wanted, strict=True) if want and x.requires_grad]
-    generator = torch.Generator().manual_seed(1)
-    grads = [change(torch.randn(r.shape, generator=generator, dtype=torch.float64)).to(r.dtype) for r in results]
-    found = torch.autograd.grad(results, into, grads, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)]
 
 
 # -- functions of TorchScript

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -345,6 +345,31 @@ def made_up(
                 value = torch.full(shape, int(tensor.dtype == torch.bool), dtype=tensor.dtype)
             made.append(value.to(tensor.device))
     return made
+
+
+_TRIED = (2, 3, 5, 8, 16, 63, 100, 257, 1024, 12345, 2**17, 2**20)
+
+
+def sizes_decide(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether sizes that vary between calls decide what `run` does: it compares them with numbers, or takes their digits.
+    A size of 1 may decide. made: tensors like `tensors`, without symbols."""
+    from torch._dynamo.source import ConstantSource  # these import sympy's printers and all of Dynamo
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    given: list[Tensor] = []
+    for number, (like, x) in enumerate(zip(tensors, made, strict=True)):
+        kinds = [DimDynamic.DUCK if isinstance(n, torch.SymInt) else DimDynamic.STATIC for n in like.shape]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+        given.append(mode.from_tensor(x, symbolic_context=context, source=ConstantSource(f"x{number}")))
+    with mode:
+        run(given)
+    for guard, n in itertools.product(env.guards, _TRIED):
+        symbols = sorted(guard.expr.free_symbols, key=str)
+        if guard.expr.xreplace({s: sympy.Integer(n + k) for k, s in enumerate(symbols)}) != sympy.true:
+            return True
+    return False
 
 
 def _size(found: list[int], first: list[Tensor], second: list[Tensor]) -> ResultSize | None:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad as differentiate  # a capture replaces torch.autograd.grad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.ops.eager_call import ByRows, EagerCall, OpsRun, ResultSize
-from megafx.ops.eager_probes import made_up
+from megafx.ops.eager_probes import made_up, sizes_decide
 
 RTOL = 1e-9
 _SIZES = (59, 61, 67, 71, 73, 79, 83)  # of the symbols of made-up inputs
@@ -130,12 +131,20 @@ class _Call:
             if found is not None:
                 letters[size] = f"r{number}"
                 linear, ops = linear and found[0], ops | found[1]
-        if not letters:
+        if not letters or self.sizes_decide():
             return None
         text = lambda name, dims: " ".join(letters.get(s, f"{name}d{d}!") for d, s in enumerate(dims))
         ins = ", ".join(text(f"x{i}", dims) for i, dims in enumerate(inputs))
         outs = "".join(f"; {text(f'y{i}', dims)}" for i, dims in enumerate(outputs))
         return ByRows(f"nl: {ins} -> *; *{outs}", linear, frozenset(ops))
+
+    def sizes_decide(self) -> bool:
+        run = lambda given: _run(self.call, given, None, lambda x: x, set())
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+                return sizes_decide(run, self.tensors, made_up(self.tensors, _SIZES, 1, self.given))
+        except Exception:  # what does not take tensors without numbers
+            return True
 
     def along(self, places: list[int | None], results: list[int | None]) -> tuple[bool, set[str]] | None:
         """(whether gradients are linear in those that come in, the ops run) where parts along these dims of tensors and of
@@ -199,12 +208,12 @@ def _run(
     with watch:
         results = [x for x in pytree.tree_leaves(call.run(inputs)) if isinstance(x, Tensor)]
     if grads is None:
-        generator = torch.Generator().manual_seed(1)
-        grads = [change(torch.randn(r.shape, generator=generator, dtype=torch.float64)).to(r.dtype) for r in results]
+        torch.manual_seed(1)
+        grads = [change(torch.randn_like(r, dtype=torch.float64)).to(r.dtype) for r in results]
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
     into = [x for x in inputs if x.requires_grad]
     with watch:
-        found = torch.autograd.grad([r for r, _ in pairs], into, [g for _, g in pairs], allow_unused=True)
+        found = differentiate([r for r, _ in pairs], into, [g for _, g in pairs], allow_unused=True)
     ran |= watch.names
     return (
         [r.detach() for r in results],
