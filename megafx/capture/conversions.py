@@ -38,16 +38,20 @@ from megafx.progress import also_among_frozen
 @dataclass
 class Converting:
     """codes: code that is traced with conversions of ours -> whether those of sizes are, too. numbered: code of the user's that
-    has made numbers of sizes in a trace."""
+    has made numbers of sizes in a trace. reads_sizes: a size that code needs as a number stays a size elsewhere, and
+    has its own graph."""
 
     codes: dict[types.CodeType, bool] = field(default_factory=dict)
     numbered: dict[types.CodeType, None] = field(default_factory=dict)
+    reads_sizes: bool = False
 
     def keep_sizes(self) -> bool:
-        """From here on sizes stay sizes in all code that has made numbers of them; False where this is so already."""
+        """From here on sizes stay sizes in all code that has made numbers of them, then, where that is not enough, beside all
+        numbers; False where this is so already."""
         new = [code for code in self.numbered if not self.codes.get(code)]
         self.codes |= dict.fromkeys(new, True)
-        return bool(new)
+        before, self.reads_sizes = self.reads_sizes, self.reads_sizes or not new
+        return bool(new) or not before
 
 
 _NAMES = ("float", "int", "bool", "len")
@@ -225,9 +229,9 @@ def of_numbers(
     infinity or NaN. Others are numbers alone."""
     counted = any(isinstance(x, HostNumber) for x in args)
     if len(args) == 1 and isinstance(args[0], (torch.SymInt, torch.SymFloat)) and not _of_data(args[0]):
-        of_sizes, code = getattr(torch, f"_sym_{name}", None), sys._getframe(2).f_code  # behind _here_alone
-        if of_sizes is not None and code in _OF_SIZES:
-            return of_sizes(args[0])
+        code = sys._getframe(2).f_code  # behind _here_alone
+        if name == "sqrt" and code in _OF_SIZES:  # export takes no other one
+            return torch.sym_sqrt(args[0])
         numbered[original(code)] = None
         return old(*args, **kwargs)
     if kwargs or not 1 <= len(args) <= 2 or not (counted or any(map(_of_data, args))):

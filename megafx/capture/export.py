@@ -135,7 +135,7 @@ def capture_call(
     module = model.get_submodule(part)
     where = device or target_device(model, [value for _, value in leaves])
     root = ExportedCall(model, loss_fn, part_forward(module) if part else forward)
-    root.under_no_grad = under_no_grad
+    root.under_no_grad, root.reads_sizes = under_no_grad, converting is not None and converting.reads_sizes
 
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
 
@@ -645,7 +645,7 @@ def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
     """What export assumed of the sizes of the inputs while it traced. What it assumed of sizes that data decides, ops check
     when they run."""
     shape_env = _shape_env(exported)
-    assumed = [g.expr for g in shape_env.guards]
+    assumed = [*shape_env.read, *(g.expr for g in shape_env.guards)]
     assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
     for s, (least, greatest) in _ranges(exported).items():
         if shape_env.replace(s) != s:  # it is equal to other sizes, which are within these bounds then

@@ -47,7 +47,7 @@ class ExportedCall(nn.Module):
         self.names: list[str] = []  # of the leaves of a call
         self.same: dict[int, int] = {}  # `same_tensors` of them
         self.constants: dict[int, Any] = {}  # place of a leaf -> what it is, where torch.export would not take it
-        self.under_no_grad = False
+        self.under_no_grad = self.reads_sizes = False
         self.numbers: frozenset[str] = frozenset()  # of those that are numbers
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ class ExportedCall(nn.Module):
             if self.values is not None:
                 self.values.begin([*tensors.values()])
             off = torch.no_grad() if self.under_no_grad else contextlib.nullcontext()
-            with DataShapeEnv.recording(), self.trace.running(state), off:
+            with DataShapeEnv.recording(self.reads_sizes), self.trace.running(state), off:
                 output = self.call(self.model, *args, **kwargs)
                 for module, name, old in buffers:
                     new = module._buffers.get(name)

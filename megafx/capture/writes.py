@@ -507,6 +507,7 @@ class WatchedDict(dict[Any, Any]):
         self.cleared |= self.on
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        key = _with_fixed_sizes(key)
         self.written.add(key)
         super().__setitem__(key, value)
 
@@ -582,6 +583,7 @@ def _reads_item(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def method(self: WatchedDict, key: Any, *args: Any) -> Any:
+        key = _with_fixed_sizes(key)
         self.note(key)
         return plain(self, key, *args)
 

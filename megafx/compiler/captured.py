@@ -11,7 +11,7 @@ files (capture/reads.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -64,9 +64,7 @@ class Uncaptured:
                 options["converting"] = self.converting
                 self.converting.numbered.clear()
                 program = capture_call(self.model, *args, earlier=self.earlier, **options)
-                lost = int(options.get("data_ranks", 1)) > 1 and "batch" not in program.sizes.symbols
-                if lost and self.converting.keep_sizes():
-                    self.earlier.clear()  # by it the size would be fixed again
+                if "batch" not in program.sizes.symbols and self._keeps_batch(options):
                     continue
                 _refuse_what_canonicalize_does(program)
                 break
@@ -74,7 +72,9 @@ class Uncaptured:
                 self.functions.pop(error.code, None)
                 self.refused.add(error.code)
             except MegafxError as error:
-                if isinstance(error, CaptureError) and (self._converts(error) or self._leaves(error, part)):
+                if isinstance(error, CaptureError) and (
+                    self._converts(error) or self._keeps_batch(options) or self._leaves(error, part)
+                ):
                     continue
                 new, self.reasons, self.functions = self.reasons, before, functions
                 inside = [n for n in new if n not in before and f"{error.module or ''}.".startswith(f"{n}.")]
@@ -89,6 +89,13 @@ class Uncaptured:
         for code, found in self.functions.items():
             self._note(program, code.co_qualname, found)
         return program
+
+    def _keeps_batch(self, options: Mapping[str, Any]) -> bool:
+        """True if the model is to be traced once more as data-parallel ranks cut its batch, which code has made a number."""
+        if int(options.get("data_ranks", 1)) == 1 or not self.converting.keep_sizes():
+            return False
+        self.earlier.clear()  # by it the size would be fixed again
+        return True
 
     def _converts(self, error: CaptureError) -> bool:
         """True if one more code is traced with `float`, `int` and `bool` of tensors as `.item()`."""

@@ -55,9 +55,13 @@ class DataShapeEnv(ShapeEnv):
     all sizes of at least 2 are in it too, for which ShapeEnv makes no guard. laid_out: those that `x.contiguous()` asked about:
     whether it copies. questions: how often it may have asked. general: numbers of guards whose answer is the one that torch
     goes on with where it cannot know (`guard_or_true`): what follows is right for the other answer, too.
+
+    read: where `reads_sizes`, what sizes were that code needed as numbers (a text, a loop, a logarithm). Elsewhere they stay
+    sizes, which data-parallel ranks cut.
     """
 
     model_runs: ClassVar[bool] = False  # one thread traces at a time
+    reads_sizes: ClassVar[bool] = False
     latest: ClassVar[DataShapeEnv | None] = None
 
     def __init__(self, asked: Callable[[bool], bool] = lambda answer: True, **options: Any) -> None:
@@ -66,6 +70,7 @@ class DataShapeEnv(ShapeEnv):
         self.asked_for: set[sympy.Symbol] = set()  # numbers of rows that the model's code takes for at least one
         self.decided: dict[sympy.Basic, None] = {}
         self.laid_out: dict[sympy.Basic, None] = {}
+        self.read: dict[sympy.Basic, None] = {}
         self.questions, self.general = 0, set[int]()
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
@@ -195,15 +200,17 @@ class DataShapeEnv(ShapeEnv):
         return answer if answer in (sympy.true, sympy.false) else None
 
     @classmethod
-    def recording(cls) -> contextlib.AbstractContextManager[None]:
+    def recording(cls, reads_sizes: bool = False) -> contextlib.AbstractContextManager[None]:
         """While the model's forward runs: what its code asks is kept in `decided`."""
-        return meanwhile(cls, model_runs=True)
+        return meanwhile(cls, model_runs=True, reads_sizes=reads_sizes)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.traced and not self.traced.keys().isdisjoint(getattr(orig_expr, "free_symbols", ())):
             known = self._without_guard(orig_expr)
             if known is not None:
                 return known
+        if self.reads_sizes and (value := self._read(orig_expr)) is not None:
+            return value
         try:
             known, answer = len(self.guards), super().evaluate_expr(orig_expr, *args, **kwargs)
             if (general := kwargs.get("fallback_value")) is not None and bool(answer) == general:
@@ -220,6 +227,19 @@ class DataShapeEnv(ShapeEnv):
             if _asked_by() is not None:
                 self.asked_for |= orig_expr.free_symbols
             return sympy.true if answer else sympy.false
+
+    def _read(self, asked: Any) -> Any:
+        """What a number made of sizes is in this trace, or that a size is this number, where the model's code asks; None for
+        other questions."""
+        symbols = getattr(asked, "free_symbols", ())
+        if not symbols or not symbols <= self.backed_var_to_val.keys() or _asked_by() != "":
+            return None
+        sizes = {s: sympy.Integer(self.backed_var_to_val[s]) for s in symbols}
+        value = asked.xreplace(sizes)
+        if not isinstance(asked, sympy.Expr) and (len(symbols) > 1 or (type(asked), value) not in _FIXES_A_SIZE):
+            return None
+        self.read |= dict.fromkeys(sympy.Eq(s, n) for s, n in sizes.items())
+        return value
 
     def _in_one(self, relation: sympy.Basic) -> sympy.Basic:
         """With one size for all equal ones; unchanged where it makes a size a number, and so must be checked."""
@@ -299,6 +319,7 @@ def _copies() -> bool:
     return False
 
 
+_FIXES_A_SIZE = ((sympy.Eq, sympy.true), (sympy.Ne, sympy.false))
 _CONTIGUOUS = torch.Tensor.contiguous
 _MAKES_RESULTS = {"_dispatch_impl": "_subclasses/fake_tensor.py", "proxy_call": "experimental/proxy_tensor.py"}
 _REMOVES_DIMS = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)

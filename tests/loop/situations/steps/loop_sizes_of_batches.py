@@ -115,3 +115,34 @@ def sizes_that_forward_leaves_or_returns_are_those_of_all_rows(loop: Loop) -> No
         loss.backward()
         loop.see(loss=loss, sizes=sizes, before=model.before, share=model.share)
     loop.see_gradients(model)
+
+
+@situation(BATCH, data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def functions_of_the_size_of_the_batch_are_those_of_all_rows(loop: Loop) -> None:
+    entropy: Of = lambda m, x, y: F.cross_entropy(m.logits(x), y)
+    train(loop, lambda m, x, y: entropy(m, x, y) / math.log(x.shape[0]), (6, 4, 6))
+    train(loop, lambda m, x, y: entropy(m, x, y) * math.exp(-len(x) / 10) / math.log2(y.size(0)), (6, 4, 6))
+    train(loop, lambda m, x, y: entropy(m, x, y) * sum(1 / (i + 1) for i in range(len(x))), (6, 4, 6))
+    train(loop, lambda m, x, y: entropy(m, x, y) * {6: 1.5, 4: 2.5}[len(x)], (6, 4, 6))
+    train(loop, lambda m, x, y: entropy(m, x, y) * (2.0 if len(x) == 6 or x.shape[0] in (1, 4) else 3.0), (6, 4, 8))
+
+
+@situation(BATCH, data=FORMS, slow=(1, 2, "zero1", "fsdp"))
+def texts_and_keys_of_the_size_of_the_batch_are_those_of_all_rows(loop: Loop) -> None:
+    class Named(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x, y: F.cross_entropy(m.logits(x), y))
+            self.seen: dict[object, int] = {}
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.name = f"a step of {len(x)} rows, {tuple(x.shape)}"
+            for key in (f"rows {x.shape[0]}", x.shape[0]):
+                self.seen[key] = self.seen.get(key, 0) + 1
+            return super().forward(x, y) * self.seen[len(x)]
+
+    model = loop.model(Named())
+    for n in (6, 4, 6):
+        loss = model(loop.rows(torch.randn(n, 7)), loop.rows(torch.randint(0, 5, (n,))))
+        loss.backward()
+        loop.see(loss=loop.mean(loss), name=model.name, seen={str(key): n for key, n in model.seen.items()})
+    loop.see_gradients(model)
