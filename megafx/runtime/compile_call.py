@@ -35,11 +35,25 @@ class Settled:
     """What the first calls of a model decide for later ones."""
 
     plan: Plan | None = None  # of the training call; it says how parameters are stored
+    of_parts: bool = (
+        False  # only submodules were called so far: the next call plans the parameters that these do not have
+    )
     # path in a key-value cache -> the placement that graphs leave it at
     caches: dict[str, Placement] = field(default_factory=dict)
     last: Compiled | None = None  # the graph that users are shown: of the last training call, where there is one
     gathered: KeptValues = field(default_factory=functools.partial(KeptValues, whole=True))
     casts: KeptValues = field(default_factory=KeptValues)
+
+    @property
+    def whole(self) -> bool:
+        return self.plan is not None and not self.of_parts
+
+    def take(self, plan: Plan | None, part: str) -> None:
+        """A call of the model, or of this part of it, was planned. What was stored by an earlier plan is in it as it was."""
+        if plan is not None:
+            before = self.plan
+            self.plan = plan if before is None else replace(plan, params=before.params | plan.params)
+            self.of_parts = bool(part)
 
 
 @dataclass
@@ -69,11 +83,13 @@ def settle(
 ) -> Planned | None:
     """Plan the training form of a call; None where there was a plan already, or one on disk (situation). A call of an
     evaluation is planned as it is where the model does not train on such arguments."""
-    if settled.plan is not None:
+    if settled.whole:
         return None
     if situation is not None and (found := situation.read()) is not None:
-        settled.plan = found.plan
+        settled.take(found.plan, call.part)
         return None
+    if settled.plan is not None:
+        context = replace(context, fixed=settled.plan.params, fixed_experts=settled.plan.experts)
     with watching(None if situation is None else situation.environment):
         try:
             program = capture(True)
@@ -84,7 +100,7 @@ def settle(
         get_ready(program.graph)
         context = replace(context, wants_grad=in_training(call.differentiable()))
         made = Planned(program, program.copy(), context, runner_of(context))
-        settled.plan = plan_only(made.placed, made.context, made.runner)
+        settled.take(plan_only(made.placed, made.context, made.runner), call.part)
     if situation is not None:
         situation.write(program, settled.plan)
     return made
@@ -102,7 +118,7 @@ def compile_call(
 
     situation: of the call in the cache on disk, where that is on.
     """
-    plans = settled.plan is None
+    plans = not settled.whole
     if plans and not is_training:
         settle(call, capture, context, settled, False, None if situation is None else situation.plan())
     if situation is not None and (found := situation.read()) is not None:
@@ -116,7 +132,7 @@ def compile_call(
 
 def _found(found: Found, call: Call, capture: Capture, context: CompileContext, settled: Settled) -> CompiledCall:
     """What an entry of the cache holds, bound on this rank."""
-    settled.plan = found.plan or settled.plan
+    settled.take(found.plan, call.part)
     assert settled.plan is not None and found.compiled is not None
     stored = dict(settled.plan.params)
     compiled, general = (

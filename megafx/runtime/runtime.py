@@ -177,7 +177,7 @@ class Runtime:
         """The runtime of a deep copy of this one's model."""
         new = Runtime(model, self.config, self.meshes, self.hardware, self.loss_fn, self.compile)
         new.params, new.notes = self.params, list(self.notes)
-        new.settled = Settled(self.settled.plan, dict(self.settled.caches), self.settled.last)
+        new.settled = Settled(self.settled.plan, self.settled.of_parts, dict(self.settled.caches), self.settled.last)
         return new
 
     def note(self, topic: str, message: str, fqn: str = "") -> None:
@@ -232,10 +232,9 @@ class Runtime:
         part = name_now(self.model, module, part)
         if self.params is None and (base := adapted(self.model)) is not None:
             self.start(*synthesize_inputs(base), compile=False)  # `generate` of adapters calls the model inside
-        if self.params is None:
+        if not self.settled.whole and self.meshes.data is not None and self.t > 1:
             raise UsageError(
-                f"a direct call of '{part}' ({type(self.model.get_submodule(part)).__name__}), a submodule of a parallelized "
-                f"model, before the first call of the whole model, which decides how parameters are cut",
+                f"a direct call of the submodule '{part}' before the first call of the model, which says how to cut",
                 module=part,
                 fix="call the whole model first, or pass example_inputs= to megafx.parallelize",
             )
@@ -644,15 +643,16 @@ class Runtime:
             yield
 
     def _adopt(self, params: Mapping[str, Placement]) -> None:
-        """Settle how parameters are stored, once."""
-        if self.params is None:
-            self.params = dict(params)
-            if self.mesh is not None:
-                if self.meshes.data is not None:
-                    agreement.check_same("the plan", str(self.params), self.meshes.everyone)
-                with stage("shard the parameters"), torch.inference_mode(False):
-                    experts = {} if self.settled.plan is None else self.settled.plan.experts
-                    shard_parameters(self.model, self.params, self.meshes, experts)
+        """Settle how parameters are stored, once: of each call of a submodule before the first of the model."""
+        first, new = self.params is None, {n: p for n, p in params.items() if n not in (self.params or {})}
+        self.params = {**(self.params or {}), **new}
+        if self.mesh is None or not (first or new):
+            return
+        if self.meshes.data is not None:
+            agreement.check_same("the plan", str(self.params), self.meshes.everyone)
+        with stage("shard the parameters"), torch.inference_mode(False):
+            experts = self.settled.plan.experts if first and self.settled.plan is not None else {}
+            shard_parameters(self.model, new, self.meshes if first else None, experts)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""

@@ -214,7 +214,7 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "<wrapper> around a model that megafx has paralle",
         "a call of a copy of '<fqn>', a submodule of a pa",
         "a call of a parallelized model inside of <around",
-        "a direct call of '<part>' (<__name__>), a submod",
+        "a direct call of the submodule '<part>' before t",
         "a direct call of a <__name__> that was '<before>",
         "<new> parameters were added after megafx.paralle",
         "a hook draws random numbers, which its code does",
