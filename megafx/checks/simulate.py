@@ -35,8 +35,8 @@ from megafx.ir.program import PLACEMENT, VAL, Batch, Input, Output, Program, fqn
 from megafx.ir.sizes import symbol_sources
 from megafx.ops.axes import AxisContext, Mesh, on_mesh
 from megafx.placements.data_axis import COPY_AXIS, EXPERT_AXIS, EXPERT_COPY_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
-from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import I, Placement, R, dual, experts_held, nested
+from megafx.placements.tensors import cut_tensor, put_together, shard_tensor, unshard_tensors
+from megafx.placements.types import Cuts, I, Placement, R, cut_further, dual, experts_held
 
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
@@ -365,7 +365,7 @@ def local_inputs(
             for i, spec in enumerate(program.inputs):
                 held = _stored(program, spec, values, placements, t, data)
                 if held is not None:
-                    mine[i] = shard_tensor(values[spec.name], held.placement, place[held.axis].rank, held.ranks).clone()
+                    mine[i] = cut_tensor(values[spec.name], held.cuts, place[held.axis].rank).clone()
         return inputs
     per_rank: list[list[Any]] = [[] for _ in range(t)]
     for node, spec in program.input_nodes():
@@ -391,10 +391,9 @@ def _gathers(program: Program) -> bool:
 
 
 class _Stored(NamedTuple):
-    """How the ranks of one copy hold a parameter together, how many they are, and the axis that they are on."""
+    """How the ranks of one copy hold a parameter together, and the axis that they are on."""
 
-    placement: Placement
-    ranks: int
+    cuts: Cuts
     axis: str
 
 
@@ -411,11 +410,10 @@ def _stored(
     if spec.name in program.batch.experts:
         same = data.same_experts if sharded else 1
         held = experts_held(tensor, shape, t, data.experts, same, program.batch.experts[spec.name])
-        ranks, cut = data.experts * same, tensor.is_shard and t > 1
         axes = (EXPERT_AXIS, EXPERT_COPY_AXIS) if same == 1 else (SHARD_AXIS, COPY_AXIS)
-        return _Stored(held, ranks * (t if cut else 1), axes[cut])
+        return _Stored(held, axes[tensor.is_shard and t > 1])
     if sharded:
-        return _Stored(nested(tensor, shape, t, data.sharing), data.sharing * t, data.copy_axis)
+        return _Stored(cut_further(tensor, shape, t, data.sharing), data.copy_axis)
     return None
 
 
@@ -473,10 +471,10 @@ def logical_of(
               if (held := _stored(program, spec, values, placements, t, data)) is not None}  # fmt: skip
     put = _of_the_sequence if data.cp > 1 else _of_the_batch
     found = put(program, results, inputs, placements, t, data, {program.outputs[i].name for i in shards})
-    for i, (placement, n, axis) in shards.items():
+    for i, (cuts, axis) in shards.items():
         name, groups = program.outputs[i].name, Mesh({**data.mesh, TENSOR_AXIS: t}).groups[axis]
         copies = [[results[rank][i] for rank in group] for group in groups]
-        made: list[Any] = [None if c[0] is None else unshard_tensors(c, dual(placement), n) for c in copies]
+        made: list[Any] = [None if c[0] is None else put_together(c, cuts) for c in copies]
         if made[0] is not None and axis in (EXPERT_AXIS, SHARD_AXIS):  # tensor-parallel ranks have the same
             for at in range(0, len(made), t):
                 _check_same(made[at : at + t], f"the gradient of '{name}'", "of all tensor-parallel ranks")

@@ -22,10 +22,10 @@ from torch.optim import _muon as torch_muon
 from torch.optim.optimizer import _to_scalar
 
 from megafx.distributed.tensor import TPTensor
-from megafx.distributed.tensor_layout import placement_of
+from megafx.distributed.tensor_layout import cuts_of
 from megafx.errors import UsageError
-from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import Placement, local_shape
+from megafx.placements.tensors import cut_tensor, put_together
+from megafx.placements.types import Cuts, local_shape
 
 
 @cache
@@ -64,11 +64,11 @@ def _step(
             )
         buf.lerp_(grad, 1 - momentum)
         updates.append((grad.lerp(buf, momentum) if nesterov else buf)._local_tensor)  # type: ignore[attr-defined]  # TPTensor
-    shapes, placements = [p.shape for p, _, _ in rows], [placement_of(p) for p, _, _ in rows]
+    shapes, cuts = [p.shape for p, _, _ in rows], [cuts_of(p) for p, _, _ in rows]
 
     def iterated(steps: int) -> list[Tensor]:
         function = partial(_iterate, coefficients=ns_coefficients, steps=steps, eps=eps)
-        return by_owners(mesh.get_group(), updates, shapes, placements, function, _dtype_of_results(updates[0].dtype))
+        return by_owners(mesh.get_group(), updates, shapes, cuts, function, _dtype_of_results(updates[0].dtype))
 
     results = iterated(ns_steps)
     if not nesterov and updates[0].dtype == torch.bfloat16:  # torch divides such a momentum by its norm, in place
@@ -109,7 +109,7 @@ def owners_of(shapes: tuple[tuple[int, ...], ...], ranks: int) -> list[int]:
 
 
 def by_owners(
-    group: dist.ProcessGroup, shards: Sequence[Tensor], shapes: Sequence[Sequence[int]], placements: Sequence[Placement],
+    group: dist.ProcessGroup, shards: Sequence[Tensor], shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts],
     function: Callable[[Tensor], Tensor], dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """This rank's shards of function(whole matrix), each computed by one rank alone. Collective.
@@ -118,24 +118,23 @@ def by_owners(
     """
     me, ranks, count = dist.get_rank(group), dist.get_world_size(group), len(shards)
     owners = owners_of(tuple(tuple(shape) for shape in shapes), ranks)
-    cut = [placement.is_shard for placement in placements]
-    sizes = [[local_shape(shapes[i], placements[i], r, ranks) for r in range(ranks)] for i in range(count)]
+    sizes = [[local_shape(shapes[i], cuts[i], r) for r in range(ranks)] for i in range(count)]
     own = [i for i in range(count) if owners[i] == me]
 
     # to the owners: each rank's shard of what is cut
-    sent = [[shards[i] for i in range(count) if owners[i] == r and cut[i]] for r in range(ranks)]
-    wanted = [[(sizes[i][r], shards[i].dtype) for i in own if cut[i]] for r in range(ranks)]
+    sent = [[shards[i] for i in range(count) if owners[i] == r and cuts[i]] for r in range(ranks)]
+    wanted = [[(sizes[i][r], shards[i].dtype) for i in own if cuts[i]] for r in range(ranks)]
     parts = _exchange(sent, wanted, shards[0].device, group)
     del sent
     found: dict[int, Tensor] = {}
-    at = {i: k for k, i in enumerate(i for i in own if cut[i])}
+    at = {i: k for k, i in enumerate(i for i in own if cuts[i])}
     for i in own:
-        whole = unshard_tensors([parts[r][at[i]] for r in range(ranks)], placements[i], ranks) if cut[i] else shards[i]
+        whole = put_together([parts[r][at[i]] for r in range(ranks)], cuts[i]) if cuts[i] else shards[i]
         found[i] = function(whole)
     del parts
 
     # back: its shard to each rank
-    sent = [[shard_tensor(found[i], placements[i], r, ranks) for i in own] for r in range(ranks)]
+    sent = [[cut_tensor(found[i], cuts[i], r) for i in own] for r in range(ranks)]
     wanted = [[(sizes[i][me], dtype) for i in range(count) if owners[i] == r] for r in range(ranks)]
     parts = _exchange(sent, wanted, shards[0].device, group)
     rows = [iter(part) for part in parts]

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megafx.distributed import muon
 from megafx.distributed.kept_parameters import take_up
 from megafx.distributed.tensor import TPTensor, local_of, wrap
-from megafx.distributed.tensor_layout import placement_of, spec_of
-from megafx.placements.tensors import shard_tensor
+from megafx.distributed.tensor_layout import cuts_of, spec_of
+from megafx.placements.tensors import cut_tensor
 
 
 @cache
@@ -87,7 +87,4 @@ def _is_whole(x: Any, p: TPTensor) -> bool:
 
 
 def _cut(x: torch.Tensor, p: TPTensor) -> torch.Tensor:
-    mesh = p._spec.mesh
-    return wrap(
-        shard_tensor(local_of(x), placement_of(p), mesh.get_local_rank(), mesh.size()), spec_of(p._spec, x.dtype)
-    )
+    return wrap(cut_tensor(local_of(x), cuts_of(p), p._spec.mesh.get_local_rank()), spec_of(p._spec, x.dtype))

@@ -23,11 +23,11 @@ from megafx.distributed import optimizers
 from megafx.distributed.kept_parameters import stand_in
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.tensor import TPTensor, wrap
-from megafx.distributed.tensor_layout import make_spec, placement_of
+from megafx.distributed.tensor_layout import cuts_of, make_spec
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
-from megafx.placements.tensors import shard_tensor
-from megafx.placements.types import I, Nested, Placement, experts_held, nested
+from megafx.placements.tensors import cut_tensor
+from megafx.placements.types import Cuts, I, Placement, cut_further, experts_held
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = Fa
             fix = "call megafx.parallelize once a model; models that share parameters, put into one module and parallelize that"
             raise UsageError(f"parameter '{fqn}' is parallelized already", fix=fix)
         if id(param) not in made:
-            spec = make_spec(mesh, I, param.shape, param.dtype)
+            spec = make_spec(mesh, (), param.shape, param.dtype)
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
             vars(made[id(param)])[NAME] = fqn
             new.add(id(made[id(param)]))
@@ -232,40 +232,43 @@ def shard_parameters(
     for param in model.parameters():
         assert isinstance(param, TPTensor)
         (_, placement), mesh = placed.get(id(param), ("", I)), param._spec.mesh
+        cuts: Cuts = ((placement, mesh.size()),) if placement.is_shard else ()
         if meshes is not None:
-            placement, mesh = _over_data(placement, param, meshes, of_experts.get(id(param)))
-        if placement.is_shard:
-            spec = make_spec(mesh, placement, param.shape, param.dtype)
-            _cut(param, spec, placement.on_axes(mesh.get_local_rank(), mesh.size()))
+            cuts, mesh = _over_data(placement, param, meshes, of_experts.get(id(param))) or (cuts, mesh)
+        if cuts or mesh is not param._spec.mesh:
+            _cut(param, make_spec(mesh, cuts, param.shape, param.dtype), cuts)
 
 
-def _over_data(tensor: Placement, param: TPTensor, meshes: Meshes, expert: int | None) -> tuple[Placement, DeviceMesh]:
-    """How a parameter that tensor-parallel ranks hold at `tensor` is cut over data-parallel ranks too, and on which mesh."""
-    mesh, t = param._spec.mesh, param._spec.mesh.size()
+def _over_data(
+    tensor: Placement, param: TPTensor, meshes: Meshes, expert: int | None
+) -> tuple[Cuts, DeviceMesh] | None:
+    """How a parameter that tensor-parallel ranks hold at `tensor` is cut with data-parallel ranks, and on which mesh; None
+    where these hold what one of them holds."""
+    t = param._spec.mesh.size()
     if expert is not None:
-        assert meshes.data is not None and meshes.experts is not None
-        placement = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts, expert)
-        return placement, (meshes.experts_tensor if tensor.is_shard and t > 1 else None) or meshes.experts
+        assert meshes.data is not None
+        cuts = experts_held(tensor, param.shape, t, meshes.data.experts, meshes.data.same_experts, expert)
+        mesh = meshes.experts_tensor if tensor.is_shard and t > 1 else meshes.experts
+        assert mesh is not None
+        return cuts, mesh
     if meshes.shards is not None:
-        return nested(tensor, param.shape, t, meshes.shards.size() // t), meshes.shards
-    return tensor, mesh
+        return cut_further(tensor, param.shape, t, meshes.shards.size() // t), meshes.shards
+    return None
 
 
-def on_tensor_ranks(param: TPTensor, mesh: DeviceMesh) -> Placement:
-    """How the tensor-parallel ranks of `mesh` hold a parameter, which data-parallel ranks may have cut again."""
-    placement = placement_of(param)
-    if isinstance(placement, Nested):
-        return placement.cuts[0][0]
-    return placement if param._spec.mesh is mesh else I
+def on_tensor_ranks(param: TPTensor, meshes: Meshes) -> Placement:
+    """How tensor-parallel ranks hold a parameter, which data-parallel ranks may have cut again, or in their place."""
+    cuts, mesh = cuts_of(param), param._spec.mesh
+    first = mesh is meshes.tensor or mesh is meshes.experts_tensor or (mesh is meshes.shards and len(cuts) > 1)
+    return cuts[0][0] if cuts and first else I
 
 
-def _cut(param: TPTensor, spec: DTensorSpec, cuts: Iterable[tuple[Placement, int, int]]) -> None:
-    """Cut a parameter and its gradient; `spec` describes what is left. cuts: (placement, rank, ranks) of each axis."""
+def _cut(param: TPTensor, spec: DTensorSpec, cuts: Cuts) -> None:
+    """Cut a parameter and its gradient, which are whole; `spec` describes what is left."""
     grad, param.grad = cast("TPTensor | None", param.grad), None
-    local, of_grad = param._local_tensor, None if grad is None else grad._local_tensor
-    for cut in cuts:
-        local = shard_tensor(local, *cut)  # of a meta tensor: a meta shard
-        of_grad = None if of_grad is None else shard_tensor(of_grad, *cut)
+    rank = spec.mesh.get_local_rank()
+    local = cut_tensor(param._local_tensor, cuts, rank)  # of a meta tensor: a meta shard
+    of_grad = None if grad is None else cut_tensor(grad._local_tensor, cuts, rank)
     param._local_tensor, param._spec = local, spec
     if of_grad is not None:
         param.grad = wrap(of_grad, spec)
@@ -273,9 +276,7 @@ def _cut(param: TPTensor, spec: DTensorSpec, cuts: Iterable[tuple[Placement, int
 
 def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
     """Logical tensor -> TPTensor placed as `param` is, in `param`'s dtype."""
-    mesh = param._spec.mesh
-    local = shard_tensor(full.to(param.dtype), placement_of(param), mesh.get_local_rank(), mesh.size())
-    return wrap(local, param._spec)
+    return wrap(cut_tensor(full.to(param.dtype), cuts_of(param), param._spec.mesh.get_local_rank()), param._spec)
 
 
 RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that holds its runtime

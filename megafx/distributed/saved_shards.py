@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megafx.distributed.tensor_layout import placement_of, spec_of
+from megafx.distributed.tensor_layout import cuts_of, spec_of
 from megafx.errors import UsageError
 from megafx.placements.slices import shard_slices
 
@@ -46,7 +46,7 @@ def saved(x: DTensor) -> torch.Tensor:
 def _description(x: DTensor) -> dict[str, Any]:
     mesh = x._spec.mesh
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    boxes = shard_slices(x.shape, placement_of(x), rank, ranks)
+    boxes = shard_slices(x.shape, cuts_of(x), rank)
     slices = [[[*box.offsets], [*box.local_offsets], [*box.sizes]] for box in boxes]
     return {"shape": [*x.shape], "rank": rank, "ranks": ranks, "slices": slices}
 

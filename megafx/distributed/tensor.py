@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 
 from megafx.distributed.saved_shards import saved
 from megafx.distributed.tensor_dispatch import DispatchedTensor
-from megafx.distributed.tensor_layout import is_permuted, new_shard, placement_of, shard_of, spec_of
+from megafx.distributed.tensor_layout import cuts_of, is_permuted, new_shard, shard_of, spec_of
 from megafx.distributed.tensor_whole import NAME, Whole, Wholes
 from megafx.errors import UsageError
 from megafx.placements.slices import ShardSlice, shard_slices
@@ -199,8 +199,7 @@ def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
-    mesh = tensor._spec.mesh
-    return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
+    return shard_slices(tensor.shape, cuts_of(tensor), tensor._spec.mesh.get_local_rank())
 
 
 def slices_by_rank(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dict[int, list[ShardSlice]]:
@@ -208,11 +207,9 @@ def slices_by_rank(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dic
     of these ranks are left out. Nothing of a tensor that is no DTensor, which each rank has for itself."""
     if not isinstance(tensor, DTensor) or group is None:
         return {}
-    mesh, placement = tensor._spec.mesh, placement_of(tensor)
-    ranks = dist.get_process_group_ranks(mesh.get_group())
+    ranks = dist.get_process_group_ranks(tensor._spec.mesh.get_group())
     return {
-        dist.get_group_rank(group, rank): shard_slices(tensor.shape, placement, i, len(ranks))
-        for i, rank in enumerate(ranks)
+        dist.get_group_rank(group, rank): shard_slices(tensor.shape, cuts_of(tensor), i) for i, rank in enumerate(ranks)
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from copy import copy as copied
 from functools import cache
 from typing import Any, cast
@@ -16,8 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megafx.errors import UsageError
 from megafx.placements.slices import shard_slices
-from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import Layout, Nested, Owned, Placement, S, local_shape
+from megafx.placements.tensors import cut_tensor, put_together
+from megafx.placements.types import Cuts, Layout, Owned, S, cuts_text, local_shape
 
 new_shard: Any = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 
@@ -25,25 +26,25 @@ new_shard: Any = DTensor.__new__  # a third of the cost of DTensor(...), whose _
 class LayoutShard(Shard):
     """A shard other than torch.chunk's: cut in blocks, cut again by data-parallel ranks, or held by one rank alone."""
 
-    placement: Placement  # S, Nested or Owned
+    cuts: Cuts  # at least one
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(placement.dim)
-        object.__setattr__(self, "placement", placement)  # a frozen dataclass in some versions of torch
+    def __init__(self, cuts: Cuts) -> None:
+        super().__init__(cuts[-1][0].dim)
+        object.__setattr__(self, "cuts", cuts)  # a frozen dataclass in some versions of torch
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutShard) and self.placement == other.placement
+        return isinstance(other, LayoutShard) and self.cuts == other.cuts
 
     def __hash__(self) -> int:
-        return hash(self.placement)
+        return hash(self.cuts)
 
     def __repr__(self) -> str:
-        return f"LayoutShard({self.placement})"
+        return f"LayoutShard({cuts_text(self.cuts)})"
 
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayoutShard, (self.placement,)
+        return LayoutShard, (self.cuts,)
 
     def __copy__(self, memo: Any = None) -> LayoutShard:
         return self
@@ -51,7 +52,7 @@ class LayoutShard(Shard):
     __deepcopy__ = __copy__
 
     def _to_replicate_tensor(self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
-        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
+        return gather_shards(local_tensor, self.cuts, mesh.get_group(mesh_dim))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         found = f"torch asked for {self} as if its shards were torch.chunk's, which they are not"
@@ -61,41 +62,36 @@ class LayoutShard(Shard):
     local_shard_size_and_offset = _local_shard_size_and_offset = _refuse
 
 
-def gather_shards(local: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
+def gather_shards(local: Tensor, cuts: Cuts, group: dist.ProcessGroup | None) -> Tensor:
     """Physical shard -> logical tensor on every rank. Collective."""
-    if not placement.is_shard:
+    if not cuts:
         return local
-    local = local.contiguous()
-    if isinstance(placement, Owned):
-        whole = local.clone() if local.shape[0] else local.new_empty([placement.cut.size, *local.shape[1:]])
-        dist.broadcast(whole, group_src=placement.owner, group=group)
-        return whole
-    if isinstance(placement, Nested) and isinstance(held := placement.cuts[-1][0], Owned):
-        (cut, t), shape = placement.cuts[0], [held.cut.size, *local.shape[1:]]
+    local, (*inner, (held, _)) = local.contiguous(), cuts
+    if isinstance(held, Owned):
+        shape, t = [held.cut.size, *local.shape[1:]], math.prod(size for _, size in inner)
         parts = [local.clone() if local.shape[0] else local.new_empty(shape) for _ in range(t)]
         for k, part in enumerate(parts):
             dist.broadcast(part, group_src=held.owner * t + k, group=group)
-        return unshard_tensors(parts, cut, t)
+        return put_together(parts, tuple(inner))
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, local, group=group)
-    return unshard_tensors(shards, placement, len(shards))
+    return put_together(shards, cuts)
 
 
 def whole_of(x: DTensor) -> Tensor:
     """The logical tensor, plain and without autograd; of a replicated one its memory itself. Collective where it is sharded."""
-    placement = placement_of(x)
     if x._local_tensor.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if placement.kind == "P":
+    if x._spec.placements[0].is_partial():
         whole = x._local_tensor.clone()
         dist.all_reduce(whole, group=x._spec.mesh.get_group())
         return whole
-    return gather_shards(x._local_tensor.detach(), placement, x._spec.mesh.get_group())
+    return gather_shards(x._local_tensor.detach(), cuts_of(x), x._spec.mesh.get_group())
 
 
 def shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:
     """This rank's part of a logical tensor, for a tensor of this spec: a copy, or where it is replicated the tensor itself."""
-    return shard_tensor(whole, _placement(spec), spec.mesh.get_local_rank(), spec.mesh.size())
+    return cut_tensor(whole, _cuts(spec), spec.mesh.get_local_rank())
 
 
 _everyone: dict[DeviceMesh, dist.ProcessGroup] = {}  # mesh of parameters -> the ranks that train the same model
@@ -130,9 +126,9 @@ def _spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return found
 
 
-def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def make_spec(mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """The spec of a parameter of logical `shape`; `Shard` where the shards are torch.chunk's, else `LayoutShard`."""
-    return _on(mesh, _make_spec(mesh, placement, shape, dtype))
+    return _on(mesh, _make_spec(mesh, cuts, shape, dtype))
 
 
 def _on(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
@@ -145,24 +141,21 @@ def _on(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
 
 
 @cache
-def _make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    where = Shard(placement.dim) if placement.is_shard else Replicate()
+def _make_spec(mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    where = Shard(cuts[-1][0].dim) if cuts else Replicate()
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))
-    if isinstance(placement, Owned):
-        permuted = mesh.size() > 1
-    else:
-        permuted = placement.is_shard and not placement.cut.contiguous_shards(mesh.size())
-    if permuted or isinstance(placement, Nested):
-        spec.placements = (LayoutShard(placement),)  # set last: DTensorSpec() takes torch's kinds only
+    owned = any(isinstance(cut, Owned) for cut, _ in cuts) and mesh.size() > 1
+    if owned or len(cuts) > 1 or not all(cut.cut.contiguous_shards(size) for cut, size in cuts):
+        spec.placements = (LayoutShard(cuts),)  # set last: DTensorSpec() takes torch's kinds only
     return spec
 
 
 def zero_pads(local: Tensor, spec: DTensorSpec) -> None:
     """Zero, in place, the padding of a permuted shard."""
     shard = cast(LayoutShard, spec.placements[0])
-    if isinstance(shard.placement, Nested):
-        mask = _nested_padding(spec.mesh, shard.placement, spec.shape, local.device)
+    if len(shard.cuts) > 1:
+        mask = _padding(spec.mesh, shard.cuts, spec.shape, local.device)
         if mask is not None:
             local.masked_fill_(mask, 0)
         return
@@ -173,38 +166,38 @@ def zero_pads(local: Tensor, spec: DTensorSpec) -> None:
 @cache
 def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
     """(start, length) of the padding in this rank's shard."""
-    if isinstance(shard.placement, Owned):
+    ((placement, ranks),) = shard.cuts
+    if isinstance(placement, Owned):
         return ()
-    ranges, position, layout = [], 0, shard.placement.cut
-    for piece in layout.pieces(mesh.get_local_rank(), mesh.size()):
+    ranges, position, layout = [], 0, placement.cut
+    for piece in layout.pieces(mesh.get_local_rank(), ranks):
         ranges.append((position, piece.local_start - position))
         position = piece.local_start + piece.length
-    ranges.append((position, layout.local_size(mesh.size()) - position))
+    ranges.append((position, layout.local_size(ranks) - position))
     return tuple((start, length) for start, length in ranges if length > 0)
 
 
 @cache
-def _nested_padding(mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device) -> Tensor | None:
+def _padding(mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, device: torch.device) -> Tensor | None:
     """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    mask = torch.ones(local_shape(shape, placement, rank, ranks), dtype=torch.bool)
-    for box in shard_slices(shape, placement, rank, ranks):
+    mask = torch.ones(local_shape(shape, cuts, mesh.get_local_rank()), dtype=torch.bool)
+    for box in shard_slices(shape, cuts, mesh.get_local_rank()):
         mask[box.local] = False
     return mask.to(device) if bool(mask.any()) else None
 
 
-def placement_of(tensor: DTensor) -> Placement:
-    """The megafx placement of a DTensor on a 1-d mesh."""
-    return _placement(tensor._spec)
+def cuts_of(tensor: DTensor) -> Cuts:
+    """How the ranks of its 1-d mesh cut a DTensor; () where all hold it whole, or summands of it."""
+    return _cuts(tensor._spec)
 
 
-def _placement(spec: DTensorSpec) -> Placement:
+def _cuts(spec: DTensorSpec) -> Cuts:
     (where,) = spec.placements
     if isinstance(where, LayoutShard):
-        return where.placement
+        return where.cuts
     if isinstance(where, Shard):
-        return S(where.dim, Layout.contiguous(spec.shape[where.dim], spec.mesh.size()))
-    return Placement("P" if where.is_partial() else "I")
+        return ((S(where.dim, Layout.contiguous(spec.shape[where.dim], spec.mesh.size())), spec.mesh.size()),)
+    return ()
 
 
 def is_permuted(x: Any) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megafx.distributed.tensor_layout import placement_of
+from megafx.distributed.tensor_layout import cuts_of
 from megafx.distributed.tensor_whole import op_name
 from megafx.placements.slices import shard_slices
 
@@ -26,7 +26,7 @@ def reduced(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "_foreach_norm":
         return _foreach_norm(func, *args, **kwargs)
     x = args[0] if args else None
-    if name not in _REDUCTIONS or not isinstance(x, DTensor) or not placement_of(x).is_shard or x._local_tensor.is_meta:
+    if name not in _REDUCTIONS or not isinstance(x, DTensor) or not cuts_of(x) or x._local_tensor.is_meta:
         return NotImplemented
     given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
     dim, keep = given.pop("dim", None), given.pop("keepdim", False)
@@ -96,7 +96,7 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], ord: Any = 2, dtype: tor
         return NotImplemented
     locals_ = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
     norms = [_local_norm(x, order) for x in locals_]
-    meshes = {i: x._spec.mesh for i, x in enumerate(tensors) if isinstance(x, DTensor) and placement_of(x).is_shard}
+    meshes = {i: x._spec.mesh for i, x in enumerate(tensors) if isinstance(x, DTensor) and cuts_of(x)}
     for mesh in dict.fromkeys(meshes.values()):  # an order that all ranks have in common
         rows = [i for i, each in meshes.items() if each == mesh]  # meshes of two models are equal, and two objects
         parts = [_summand(norms[i], order) for i in rows]
@@ -115,7 +115,7 @@ def _extreme(x: DTensor, largest: bool) -> Any:
     if x.dtype.is_complex or not x.numel():
         return NotImplemented
     local, mesh = x._local_tensor, x._spec.mesh
-    boxes = shard_slices(x.shape, placement_of(x), mesh.get_local_rank(), mesh.size())
+    boxes = shard_slices(x.shape, cuts_of(x), mesh.get_local_rank())
     found = [local[box.local].amax() if largest else local[box.local].amin() for box in boxes]
     bad = torch.zeros((), dtype=torch.int32, device=local.device)  # MAX of a collective may drop NaN
     if found and x.dtype.is_floating_point:

@@ -54,7 +54,7 @@ from megafx.ir.program import (
     graph_module,
 )
 from megafx.ir.sizes import RowCount, Sizes
-from megafx.placements.types import Block, Layout, Nested, Owned, Placement
+from megafx.placements.types import Block, Layout, Owned, Placement
 
 
 class Unstorable(Exception):
@@ -63,10 +63,10 @@ class Unstorable(Exception):
 
 RECORDS: tuple[type, ...] = (
     *(SourceLine, Leaf, OutputLeaf, Batch, Fusion, Input, Note, Output, Reached, Recomputed, RowCount),
-    *(Block, Layout, Nested, Owned, Placement),
+    *(Block, Layout, Owned, Placement),
 )
 _KEPT = (VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE, TOKENS, RECOMPUTE, REGION, LAYER)
-_SHARED = (SourceLine, Placement, Nested, Owned, Layout)  # written once, since many nodes have equal ones
+_SHARED = (SourceLine, Placement, Owned, Layout)  # written once, since many nodes have equal ones
 _NAMESPACES = ("aten", "megafx", "prims", "_c10d_functional")
 _OPERATORS = "getitem add sub mul truediv floordiv mod pow neg lt le gt ge eq ne and_ or_ not_"
 _FUNCTIONS: dict[str, Any] = {

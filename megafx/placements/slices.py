@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
 
-from megafx.placements.types import Nested, Owned, Placement, local_shape
+from megafx.placements.types import Cuts, Owned, Placement, local_shape, on_axes
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,27 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
-def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) -> list[ShardSlice]:
-    """The boxes of an original tensor of `shape` that `rank` of `t` holds at `placement` (I, R or S), in local order.
-
-    I and R: one box, the whole tensor. S: one box a piece of the layout, none where the rank holds padding only, or nothing
-    because another owns the tensor. Over all ranks the boxes of a shard cover the original tensor, each element once.
+def shard_slices(shape: Sequence[int], cuts: Cuts, rank: int) -> list[ShardSlice]:
+    """The boxes of an original tensor of `shape` that `rank` holds, in local order: of one axis a box for each piece of its
+    layout, none where the rank holds padding only, or nothing because another owns the tensor. Over all ranks they cover the
+    original tensor, each element once.
     """
-    if isinstance(placement, Nested):
-        return _nested_slices(shape, placement, rank)
-    whole = tuple(shape)
-    zeros = (0,) * len(whole)
-    if not placement.is_shard or t == 1:
+    zeros = (0,) * len(shape)
+    found, left = [ShardSlice(zeros, zeros, tuple(shape))], [*shape]
+    for n, (cut, at, size) in enumerate(on_axes(cuts, rank)):
+        own = _slices(tuple(left), cut, at, size)
+        found = [part for box in found for of in own if (part := _common(box, of)).sizes[0] > 0] if n else own
+        left = local_shape(left, ((cut, size),), at)
+    return found
+
+
+def _slices(whole: tuple[int, ...], placement: Placement, rank: int, t: int) -> list[ShardSlice]:
+    """Of one axis."""
+    zeros, dim = (0,) * len(whole), placement.dim
+    if t == 1 or (isinstance(placement, Owned) and rank == placement.owner):
         return [ShardSlice(zeros, zeros, whole)]
     if isinstance(placement, Owned):
-        return [ShardSlice(zeros, zeros, whole)] if rank == placement.owner else []
-    dim = placement.dim
+        return []
 
     def at(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dim], value, *values[dim + 1 :])
@@ -59,17 +65,6 @@ def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) 
         ShardSlice(at(zeros, piece.global_start), at(zeros, piece.local_start), at(whole, piece.length))
         for piece in placement.cut.pieces(rank, t)
     ]
-
-
-def _nested_slices(shape: Sequence[int], placement: Nested, rank: int) -> list[ShardSlice]:
-    """The boxes of what the inner axes leave, as far as they lie in this rank's rows of it."""
-    zeros = (0,) * len(shape)
-    found, left = [ShardSlice(zeros, zeros, tuple(shape))], [*shape]
-    for cut in placement.on_axes(rank, 0):
-        own = shard_slices(left, *cut)
-        found = [part for box in found for of in own if (part := _common(box, of)).sizes[0] > 0]
-        left = local_shape(left, *cut)
-    return found
 
 
 def _common(box: ShardSlice, of: ShardSlice) -> ShardSlice:

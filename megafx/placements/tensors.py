@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from megafx.errors import PlacementError
-from megafx.placements.types import Nested, Owned, Placement
+from megafx.placements.types import Cuts, Owned, Placement, on_axes
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
     """The local tensor of `rank`: a slice for S, the value itself for I, R, M and its owner, the value on rank 0 for P."""
-    if isinstance(placement, Nested):
-        for cut in placement.on_axes(rank, t):
-            full = shard_tensor(full, *cut)
-        return full
     if placement.kind in ("I", "R", "M") or t == 1:
         return full
     if placement.kind == "P":
@@ -45,11 +41,6 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
     where all hold it."""
     if len(locals_) != t:
         raise PlacementError(f"{len(locals_)} local tensors for {t} ranks")
-    if isinstance(placement, Nested):
-        for cut, size in reversed(placement.cuts):
-            inner = len(locals_) // size
-            locals_ = [unshard_tensors(locals_[k::inner], cut, size) for k in range(inner)]
-        return locals_[0]
     if placement.kind in ("I", "R") or t == 1:
         return locals_[0]
     if placement.kind == "P":
@@ -70,3 +61,18 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
         for start, at, length in layout.pieces(rank, t):
             full.narrow(dim, start, length).copy_(local.narrow(dim, at, length))
     return full
+
+
+def cut_tensor(full: Tensor, cuts: Cuts, rank: int) -> Tensor:
+    """What `rank` holds of a parameter."""
+    for cut in on_axes(cuts, rank):
+        full = shard_tensor(full, *cut)
+    return full
+
+
+def put_together(locals_: Sequence[Tensor], cuts: Cuts) -> Tensor:
+    """The logical tensor that all ranks hold together: of each group of neighbours first what they have of one shard."""
+    for cut, size in reversed(cuts):
+        inner = len(locals_) // size
+        locals_ = [unshard_tensors(locals_[k::inner], cut, size) for k in range(inner)]
+    return locals_[0]

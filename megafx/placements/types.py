@@ -6,11 +6,12 @@
     P          partial: ranks hold summands; its gradient is the same and complete on every rank
     M          maxima: ranks hold candidates, the value is the largest of each element; values only, there is no gradient
 
-Two kinds of shards are for parameters only:
+One kind of shard is for parameters only:
 
-    Nested     a shard on several axes: tensor-parallel ranks (or those that share out experts, or both) cut the parameter,
-               data-parallel ranks cut each shard's rows again
     Owned      a shard whose part on one rank, the owner, is the whole: a parameter of an expert that only this rank holds
+
+Several axes may cut a parameter: tensor-parallel ranks, those that share out experts, then data-parallel ranks each shard's
+rows again. `Cuts` has a placement for each.
 
 A `Layout` says how one dim is cut over the `t` ranks of the axis. The dim is `rep` equal repeats of a pattern of blocks;
 each block is `count` units of `unit` consecutive elements; each block is split over the ranks by whole units, rank r
@@ -205,10 +206,6 @@ class Placement:
             raise ValueError(f"'{tag}' is no placement: expected I, R, P, M or S<dim>")
         return S(int(tag[1:]), Layout.from_flat(flat))
 
-    def on_axes(self, rank: int, ranks: int) -> Iterator[tuple[Placement, int, int]]:
-        """(placement, rank on the axis, ranks of it) for each axis that cuts the tensor, innermost first."""
-        yield self, rank, ranks
-
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
@@ -287,62 +284,6 @@ def payload(collective: str, numel: int, t: int) -> int:
 
 
 @dataclass(frozen=True)
-class Nested(Placement):
-    """One placement for each axis that cuts a parameter, innermost first. Build with `nested` or `experts_held`.
-
-    cuts: (placement, ranks) of each axis. The first is of the parameter, each further one of dim 0 of what ranks hold by those
-    before. Ranks of the first axis are neighbours.
-    """
-
-    cuts: tuple[tuple[Placement, int], ...] = ()
-
-    def on_axes(self, rank: int, ranks: int) -> Iterator[tuple[Placement, int, int]]:
-        for placement, size in self.cuts:
-            yield placement, rank % size, size
-            rank //= size
-
-    def __str__(self) -> str:
-        (first, ranks), *others = self.cuts
-        text = str(first)
-        for cut, size in others:
-            held = f"held by those of rank {cut.owner}" if isinstance(cut, Owned) else f"its rows cut over {size}"
-            text, ranks = f"{text} of {ranks} ranks, {held}", ranks * size
-        return text
-
-    __repr__ = __str__
-
-
-def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Placement:
-    """How `ranks` groups of t tensor-parallel ranks, which hold a parameter of `shape` at `tensor` (I or S), cut it further.
-
-    A parameter that tensor-parallel ranks hold whole is cut over all ranks * t, which a plain S(0) says. Without dims: I.
-    """
-    if not shape:
-        return I
-    if not tensor.is_shard or t == 1:
-        return S(0, Layout.contiguous(shape[0], ranks * t))
-    return experts_held(tensor, shape, t, ranks)
-
-
-def experts_held(
-    tensor: Placement, shape: Sequence[int], t: int, ranks: int, same: int = 1, owner: int = -1
-) -> Placement:
-    """How `ranks` groups of t tensor-parallel ranks hold the experts of a stack [experts, ...], which these hold at `tensor`.
-
-    Tensor-parallel ranks that hold whole experts hold the same ones: the placement is then of the `ranks` alone. same: so many
-    of these groups of groups have the same experts, and cut what each has of them again. owner: of a parameter of one
-    expert, the rank that has this expert.
-    """
-    cut = tensor.is_shard and t > 1
-    rows = tensor.cut.local_size(t) if cut and tensor.dim == 0 else shape[0]
-    held = S(0, Layout.contiguous(rows, ranks)) if owner < 0 else owned(rows, owner)
-    cuts = [(tensor, t), (held, ranks)] if cut else [(held, ranks)]
-    if same > 1 and owner < 0:
-        cuts.append((S(0, Layout.contiguous(held.cut.local_size(ranks), same)), same))
-    return held if len(cuts) == 1 else Nested("S", 0, cuts[-1][0].layout, tuple(cuts))
-
-
-@dataclass(frozen=True)
 class Owned(Placement):
     """Build with `owned`. A shard of dim 0 in one block: the owner holds all rows, the other ranks a tensor of no rows."""
 
@@ -359,12 +300,62 @@ def owned(rows: int, owner: int) -> Owned:
     return Owned("S", 0, Layout(1, (Block(1, rows),)), owner)
 
 
-def local_shape(shape: Sequence[int], placement: Placement, rank: int, ranks: int) -> list[int]:
-    """The shape of what `rank` of `ranks` holds of a tensor of logical `shape`."""
+# How ranks hold a parameter: (placement, ranks) of each axis that cuts it, innermost first; () where all hold it whole. The
+# first placement is of the parameter, each further one of dim 0 of what ranks hold by those before. Ranks of the first axis are
+# neighbours.
+Cuts = tuple[tuple[Placement, int], ...]
+
+
+def on_axes(cuts: Cuts, rank: int) -> Iterator[tuple[Placement, int, int]]:
+    """(placement, rank on the axis, ranks of it) of each axis, innermost first."""
+    for placement, size in cuts:
+        yield placement, rank % size, size
+        rank //= size
+
+
+def cuts_text(cuts: Cuts) -> str:
+    (first, ranks), *others = cuts
+    text = str(first)
+    for cut, size in others:
+        held = f"held by those of rank {cut.owner}" if isinstance(cut, Owned) else f"its rows cut over {size}"
+        text, ranks = f"{text} of {ranks} ranks, {held}", ranks * size
+    return text
+
+
+def cut_further(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Cuts:
+    """How `ranks` groups of t tensor-parallel ranks, which hold a parameter of `shape` at `tensor` (I or S), cut it further.
+
+    A parameter that tensor-parallel ranks hold whole is cut over all ranks * t, by one S(0); one without dims is not.
+    """
+    if not shape:
+        return ()
+    if not tensor.is_shard or t == 1:
+        return ((S(0, Layout.contiguous(shape[0], ranks * t)), ranks * t),)
+    return experts_held(tensor, shape, t, ranks)
+
+
+def experts_held(tensor: Placement, shape: Sequence[int], t: int, ranks: int, same: int = 1, owner: int = -1) -> Cuts:
+    """How `ranks` groups of t tensor-parallel ranks hold the experts of a stack [experts, ...], which these hold at `tensor`.
+
+    Tensor-parallel ranks that hold whole experts hold the same ones, and cut nothing. same: so many of these groups of groups
+    have the same experts, and cut what each has of them again. owner: of a parameter of one expert, the rank that has this
+    expert.
+    """
+    cuts = [(tensor, t)] if tensor.is_shard and t > 1 else []
+    rows = tensor.cut.local_size(t) if cuts and tensor.dim == 0 else shape[0]
+    held = S(0, Layout.contiguous(rows, ranks)) if owner < 0 else owned(rows, owner)
+    cuts.append((held, ranks))
+    if same > 1 and owner < 0:
+        cuts.append((S(0, Layout.contiguous(held.cut.local_size(ranks), same)), same))
+    return tuple(cuts)
+
+
+def local_shape(shape: Sequence[int], cuts: Cuts, rank: int) -> list[int]:
+    """The shape of what `rank` holds of a tensor of logical `shape`."""
     local = [*shape]
-    for cut, at, size in placement.on_axes(rank, ranks):
+    for cut, at, size in on_axes(cuts, rank):
         if isinstance(cut, Owned):
             local[0] *= at == cut.owner
-        elif cut.is_shard:
+        else:
             local[cut.dim] = cut.cut.local_size(size)
     return local

@@ -41,7 +41,8 @@ class CacheShard(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor on every rank. Collective."""
         with torch.no_grad():
-            return gather_shards(self.local.detach(), self.placement, self.mesh.get_group())
+            cuts = ((self.placement, self.mesh.size()),)
+            return gather_shards(self.local.detach(), cuts, self.mesh.get_group())
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares no name
         return f"CacheShard(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, {self.placement}, {self.dtype})"

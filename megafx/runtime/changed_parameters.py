@@ -90,6 +90,6 @@ def _cut(runtime: Any, placements: Mapping[str, Placement]) -> None:
     with torch.inference_mode(False):
         shard_parameters(runtime.model, placements)
     stored: list[tuple[str, Any]] = [(name, slot.get()) for name, slot in parameter_slots(runtime.model)]
-    params = {name: on_tensor_ranks(p, runtime.mesh) for name, p in stored if isinstance(p, TPTensor)}
+    params = {name: on_tensor_ranks(p, runtime.meshes) for name, p in stored if isinstance(p, TPTensor)}
     runtime.parameters.recuts += any(p != runtime.params.get(n, I) for n, p in params.items())
     runtime.params, runtime.settled.plan = params, replace(runtime.settled.plan, params=dict(params))

@@ -215,14 +215,14 @@ def make_lazy(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> La
 
     def make() -> torch.Tensor:
         shard = local.whole() if isinstance(local, LazyTensor) else local.detach()
-        return gather_shards(shard, placement, mesh.get_group())
+        return gather_shards(shard, ((placement, mesh.size()),), mesh.get_group())
 
     return LazyTensor.of(make, _logical_shape(local, placement), local.dtype, local.device)
 
 
 def make_dtensor(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's shard -> DTensor (`gather_outputs=False`)."""
-    spec = make_spec(mesh, placement, _logical_shape(local, placement), local.dtype)
+    spec = make_spec(mesh, ((placement, mesh.size()),), _logical_shape(local, placement), local.dtype)
     if placement.cut.padded(mesh.size()):  # in a graph padding holds anything; in a TPTensor zeros
         local = local.clone()
         zero_pads(local, spec)

@@ -33,7 +33,7 @@ from megafx.ir.nodes import behind, mark
 from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program, located
 from megafx.ops.owners import OWNER_PARAMETER_GRADIENT, OWNER_STACK
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.placements.types import R, experts_held
+from megafx.placements.types import Layout, S
 from megafx.planner.context import CompileContext
 
 REQUIRES = (Phase.LOCAL, Phase.JOINT)
@@ -122,7 +122,7 @@ def _take_own(program: Program, gradient: fx.Node) -> None:
 def _hold(program: Program, node: fx.Node, ranks: int) -> bool:
     """The parameter becomes this rank's part. True if some of its readers need all of it."""
     value = node.meta[VAL]
-    part = experts_held(R, value.shape, 1, ranks)
+    part = S(0, Layout.contiguous(value.shape[0], ranks))
     users = [*node.users]
     cuts = [u for u in users if is_transition(u, EXPERT_AXIS) and u.args[1:3] == ("R", "S0")]
     with program.fake_mode:
@@ -148,5 +148,5 @@ def _own(program: Program, gradient: fx.Node, ranks: int, held: str) -> fx.Node:
     build = Builder(program, gradient.next, gradient, NAME)
     if held == "R" and gradient.target is aten.add.Tensor and len(gradient.all_input_nodes) == 2:
         return build(aten.add.Tensor, *(_own(program, a, ranks, held) for a in gradient.all_input_nodes))
-    part = experts_held(R, gradient.meta[VAL].shape, 1, ranks)
+    part = S(0, Layout.contiguous(gradient.meta[VAL].shape[0], ranks))
     return build(ops.transition.default, gradient, held, part.tag, [], list(part.flat_layout), EXPERT_AXIS, ranks)

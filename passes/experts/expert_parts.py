@@ -14,7 +14,7 @@ from torch import fx
 from megafx.ir.nodes import PASS_ON, op_name
 from megafx.ir.program import VAL, Builder, Program
 from megafx.placements.data_axis import EXPERT_AXIS
-from megafx.placements.types import Layout, R, experts_held
+from megafx.placements.types import Layout, R, S
 
 NAME = "dispatch_experts"  # of the pass that makes the nodes
 aten, ops = torch.ops.aten, torch.ops.megafx
@@ -49,7 +49,7 @@ class OwnExperts:
 
     def _cut(self, weight: fx.Node, user: fx.Node) -> fx.Node:
         where = min(weight.users) if weight in self.params else weight.next
-        experts = experts_held(R, weight.meta[VAL].shape, 1, self.ranks)
+        experts = S(0, Layout.contiguous(weight.meta[VAL].shape[0], self.ranks))
         ends: Any = (R.tag, experts.tag, [], list(experts.flat_layout), EXPERT_AXIS, self.ranks)
         made = Builder(self.program, where, user, NAME)(ops.transition.default, weight, *ends)
         if weight in self.params:

@@ -26,8 +26,8 @@ from megafx.errors import PlacementError
 from megafx.ir.program import VAL
 from megafx.placements.data_axis import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.slices import shard_slices
-from megafx.placements.tensors import shard_tensor, unshard_tensors
-from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, I, Layout, Nested, S, nested, payload
+from megafx.placements.tensors import cut_tensor, put_together
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, I, Layout, S, cut_further, payload
 
 RTOL, ROWS = 1e-10, 12
 
@@ -48,15 +48,15 @@ def test_shards_of_shards_cover_a_parameter_once(t, ranks, dim):
     full = torch.arange(1.0, 7 * 19 + 1).view(shape)
     blocks = [(shape[dim], 1)] if dim else [(2, 2), (3, 1)]
     for tensor in (I, S(dim, Layout.of(blocks, t))):
-        placement = nested(tensor, shape, t, ranks)
-        assert isinstance(placement, Nested) == (tensor.is_shard and t > 1)
-        locals_ = [shard_tensor(full, placement, r, t * ranks) for r in range(t * ranks)]
+        cuts = cut_further(tensor, shape, t, ranks)
+        assert len(cuts) == 1 + (tensor.is_shard and t > 1)
+        locals_ = [cut_tensor(full, cuts, r) for r in range(t * ranks)]
         assert len({x.shape for x in locals_}) == 1
-        assert torch.equal(unshard_tensors(locals_, placement, t * ranks), full)
+        assert torch.equal(put_together(locals_, cuts), full)
         seen = torch.zeros(shape)
         for rank, local in enumerate(locals_):
             kept = torch.zeros_like(local)
-            for box in shard_slices(shape, placement, rank, t * ranks):
+            for box in shard_slices(shape, cuts, rank):
                 assert torch.equal(local[box.local], full[box.original])
                 kept[box.local] = local[box.local]
                 seen[box.original] += 1
@@ -118,7 +118,7 @@ def test_a_step_sends_what_the_formula_says(t):
     gathers = scatters = forward_only = head = 0
     for node, spec in nodes.items():
         if spec.kind == "param":
-            n = 2 if isinstance(stored[spec.name], Nested) or t == 1 else 2 * t
+            n = 2 if len(stored[spec.name]) > 1 or t == 1 else 2 * t
             value = node.meta[VAL]
             once = payload(ALL_GATHER, value.numel() * n, n) * 8
             tied = spec.name == "transformer.wte.weight"  # gathered for the embedding, and for the head

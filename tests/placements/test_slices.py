@@ -10,7 +10,7 @@ from torch import nn
 from megafx.distributed.tensor import slices_of
 from megafx.placements.slices import shard_slices
 from megafx.placements.tensors import shard_tensor
-from megafx.placements.types import I, Layout, R, S
+from megafx.placements.types import Layout, S
 from megafx.weights.state import stored_tensors
 
 # (shape, dim, blocks, rep): even, uneven, blocked as fused q|k|v, unequal blocks with fewer units than ranks, a middle dim
@@ -33,7 +33,7 @@ def test_boxes_are_what_sharding_cuts(shape, dim, blocks, rep, t) -> None:
     covered = torch.zeros(shape, dtype=torch.long)
     for rank in range(t):
         local = torch.zeros_like(shard_tensor(full, placement, rank, t))  # what is in no box is padding: zero
-        for box in shard_slices(shape, placement, rank, t):
+        for box in shard_slices(shape, ((placement, t),), rank):
             assert full[box.original].shape == box.sizes and 0 not in box.sizes
             local[box.local] = full[box.original]
             covered[box.original] += 1
@@ -55,11 +55,10 @@ def test_cuts_are_alike_where_every_rank_holds_the_same(a, b, t) -> None:
     assert Layout.of([(40, 1)], 7).cuts_alike(Layout.of([(20, 2)], 7), 7)
 
 
-@pytest.mark.parametrize("placement", [I, R])
-def test_whole_tensors_are_one_box(placement) -> None:
-    (box,) = shard_slices((3, 4), placement, 1, 2)
+def test_whole_tensors_are_one_box() -> None:
+    (box,) = shard_slices((3, 4), (), 1)
     assert box.original == box.local == (slice(0, 3), slice(0, 4))
-    (scalar,) = shard_slices((), placement, 1, 2)
+    (scalar,) = shard_slices((), (), 1)
     assert torch.ones(())[scalar.original].shape == ()
 
 

@@ -14,7 +14,7 @@ from megafx.compiler.compiled import Compiled
 from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.placements.data_axis import DataAxis
-from megafx.placements.types import Placement, nested
+from megafx.placements.types import Cuts, cut_further
 from megafx.testing import make_context
 
 
@@ -25,12 +25,10 @@ def compile_on(case: Case, data: DataAxis, t: int, **options: Any) -> Compiled:
     return compile_program(case.program.copy(), context)
 
 
-def storage(compiled: Compiled, data: DataAxis, case: Case) -> dict[str, Placement]:
+def storage(compiled: Compiled, data: DataAxis, case: Case) -> dict[str, Cuts]:
     """How the ranks of one copy hold each parameter together."""
     t, shapes = compiled.plan.t, dict(case.model.named_parameters(remove_duplicate=False))
-    if not data.sharded:
-        return dict(compiled.plan.params)
-    return {n: nested(p, shapes[n].shape, t, data.shard_ranks) for n, p in compiled.plan.params.items()}
+    return {n: cut_further(p, shapes[n].shape, t, data.shard_ranks) for n, p in compiled.plan.params.items()}
 
 
 def inputs_on(case: Case, compiled: Compiled, data: DataAxis, inputs: Mapping[str, Any]) -> list[list[Any]]:

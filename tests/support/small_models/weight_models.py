@@ -34,7 +34,14 @@ def parts_of(model: nn.Module, placements: dict, rank: int, t: int) -> list[Part
     for s in all_tensors(model):
         placement = next((placements[n] for n in s.names if n in placements), I)
         local = torch.zeros_like(shard_tensor(torch.zeros(s.tensor.shape, dtype=s.tensor.dtype), placement, rank, t))
-        parts.append(Part(s.names, s.tensor, local, shard_slices(s.tensor.shape, placement, rank, t)))
+        parts.append(
+            Part(
+                s.names,
+                s.tensor,
+                local,
+                shard_slices(s.tensor.shape, ((placement, t),) if placement.is_shard else (), rank),
+            )
+        )
     return parts
 
 
