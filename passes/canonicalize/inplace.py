@@ -192,15 +192,15 @@ class _Functionalizer:
             else ""
         )
         leaf = bool(how) and self._has_gradient(base) and spec is not None and spec.kind == "param"
-        fresh = (leaf and base not in self.used) or (op_name(base) in _FRESH and base not in self.graded)
-        renorm = node.target is aten.embedding_renorm_.default and self.grads
-        if how and (self._has_gradient(base) or renorm) and not fresh and base not in self.editor.without_grad:
-            if renorm:
-                found = "max_norm of an embedding writes into its weight in forward"
-                raise CaptureError(found, fix=_MAX_NORM, **located(node))
+        # Autograd counts it, and fails where backward needs what was read before.
+        counted = node in self.editor.without_grad or node.target is aten.embedding_renorm_.default
+        fresh = (leaf and (counted or base not in self.used)) or (op_name(base) in _FRESH and base not in self.graded)
+        if how and self._has_gradient(base) and not fresh and base not in self.editor.without_grad:
             if leaf and spec is not None:
-                found = f"forward has read parameter '{spec.name}', and writes into it {how}"
-                fix = "write it before forward first reads it, or between calls of the model (after optimizer.step())"
+                found = (
+                    f"forward has read parameter '{spec.name}', and writes into it {how}, which backward would not see"
+                )
+                fix = "write into the parameter itself under torch.no_grad(), before forward first reads it, or between calls"
                 raise CaptureError(found, fix=fix, **located(node))
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
@@ -351,12 +351,6 @@ def _refuse(node: fx.Node, found: str) -> CaptureError:
         fix="write the result to a new tensor (x = x + y for x += y, torch.where or torch.cat for x[...] = y)",
         **located(node),
     )
-
-
-_MAX_NORM = (
-    "leave max_norm out, and bound the rows that are looked up: x = embedding(ids); "
-    "x = x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1.0)"
-)
 
 
 # -- writes that no schema declares

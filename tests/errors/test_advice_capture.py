@@ -192,11 +192,6 @@ CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda m, x: F.embedding((x > 0).long(), m.table.weight, sparse=True),
         lambda m, x: F.embedding((x > 0).long(), m.table.weight),
     ),
-    "max_norm": (
-        "max_norm of an embedding writes into its weight in forward",
-        lambda m, x: m.table((x > 1).long()) + F.embedding((x > 0).long(), m.table.weight, max_norm=1.0),
-        lambda m, x: (e := m.table((x > 0).long())) * (1.0 / e.norm(dim=-1, keepdim=True)).clamp(max=1.0),
-    ),
     "least squares": (
         "torch.linalg.lstsq: whether it returns residuals",
         lambda m, x: torch.linalg.lstsq(m.lin.weight, x[0].mT).solution,

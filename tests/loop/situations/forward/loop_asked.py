@@ -189,12 +189,9 @@ def forward_puts_its_teacher_into_evaluation(loop: Loop) -> None:
 @situation("https://discuss.pytorch.org/t/proper-way-to-do-weight-clipping-in-forward/111453")
 def forward_writes_a_weight_after_its_use_or_wants_a_gradient_of_its_argument(loop: Loop) -> None:
     """Refused: the weight's gradient would be lost, and the caller's tensor would have none. The advice is followed."""
-    model, x = (
-        loop.model(Asks(lambda linear, x: (linear(x), nn.init.constant_(linear.weight, 0.1))[0])),
-        torch.randn(3, 8),
-    )
+    model, x = (loop.model(Asks(lambda linear, x: (linear(x), linear.weight.data.fill_(0.1))[0])), torch.randn(3, 8))
     if not loop.eager:
-        with pytest.raises(CaptureError, match=r"(?s)read parameter 'linear.weight'.*between calls of the model"):
+        with pytest.raises(CaptureError, match=r"(?s)read parameter 'linear.weight'.*or between calls"):
             model(x)
     model = loop.model(Asks(lambda linear, x: linear(x.requires_grad_())))
     if not loop.eager:
@@ -203,6 +200,10 @@ def forward_writes_a_weight_after_its_use_or_wants_a_gradient_of_its_argument(lo
     nn.init.constant_(model.linear.weight, 0.1)
     model(x.requires_grad_()).square().mean().backward()
     loop.see(x=x.grad)
+    loop.see_gradients(model)
+    model = loop.model(Asks(lambda linear, x: (linear(x), nn.init.constant_(linear.weight, 0.1))[0]))
+    model(x.detach()).square().mean().backward()
+    loop.see(weight=model.linear.weight.sum().detach())
     loop.see_gradients(model)
 
 

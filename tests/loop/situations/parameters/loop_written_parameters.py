@@ -224,3 +224,70 @@ def rows_of_an_embedding_are_bounded_by_max_norm(loop: Loop) -> None:
         loop.see_state(model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Reads(nn.Module):
+    """write(model): after the first layer, or after all."""
+
+    def __init__(self, write: Callable[[Any], Any], last: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 5)
+        self.table = nn.Embedding(4, 12)
+        self.average = nn.Linear(7, 12).requires_grad_(False)
+        self.write, self.last = torch.no_grad()(write), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x) + self.table(torch.tensor([0, 1, 3])).sum(0)
+        if not self.last:
+            self.write(self)
+        h = h + self.up(x) * self.average(x) + self.table(torch.tensor([1, 2])).sum(0)
+        loss = self.down(h.tanh()).square().mean()
+        if self.last:
+            self.write(self)
+        return loss
+
+
+@situation(
+    "https://discuss.pytorch.org/t/proper-way-to-do-weight-clipping-in-forward/111453",
+    data=("ddp", "fsdp"),
+    slow=(2, "fsdp"),
+)
+def weights_are_written_after_they_were_read(loop: Loop) -> None:
+    """Clipped, averaged, centred, replaced by a normalised one: where eager mode's backward does not need what was read."""
+
+    def average(model: Any) -> None:
+        for mean, now in zip(model.average.parameters(), model.up.parameters(), strict=True):
+            mean.lerp_(now, 0.1)
+
+    uses: list[tuple[Callable[[Any], Any], bool]] = [
+        (lambda m: m.up.weight.clamp_(-0.2, 0.2), False),
+        (lambda m: m.up.bias.mul_(0.9), False),
+        (average, True),
+        (lambda m: m.down.bias.sub_(m.down.bias.mean()), True),
+        (lambda m: m.up.weight.copy_(F.normalize(m.up.weight, dim=1)), True),
+    ]
+    for write, last in uses:
+        torch.manual_seed(0)
+        model = loop.model(Reads(write, last))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        for _ in range(3):
+            loss = model(loop.rows(torch.randn(4, 7)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.see(loss=loop.mean(loss))
+        loop.see_state(model)
+
+
+@situation("https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html")
+def rows_are_bounded_by_max_norm_after_they_were_read(loop: Loop) -> None:
+    for frozen in (False, True):
+        module = Reads(lambda m: None, True)
+        module.table = nn.Embedding(4, 12, max_norm=0.5).requires_grad_(not frozen)
+        model = loop.model(module)
+        for _ in range(2):
+            loss = model(torch.randn(4, 7))
+            loss.backward()
+            loop.see(loss=loss)
+        loop.see_gradients(model)
+        loop.see_state(model)
