@@ -232,6 +232,8 @@ def shard_parameters(
     for param in model.parameters():
         assert isinstance(param, TPTensor)
         (_, placement), mesh = placed.get(id(param), ("", I)), param._spec.mesh
+        if meshes is not None or id(param) in placed:
+            vars(param)[_PLAN] = placement, of_experts.get(id(param))
         cuts: Cuts = ((placement, mesh.size()),) if placement.is_shard else ()
         if meshes is not None:
             cuts, mesh = _over_data(placement, param, meshes, of_experts.get(id(param))) or (cuts, mesh)
@@ -256,11 +258,13 @@ def _over_data(
     return None
 
 
-def on_tensor_ranks(param: TPTensor, meshes: Meshes) -> Placement:
-    """How tensor-parallel ranks hold a parameter, which data-parallel ranks may have cut again, or in their place."""
-    cuts, mesh = cuts_of(param), param._spec.mesh
-    first = mesh is meshes.tensor or mesh is meshes.experts_tensor or (mesh is meshes.shards and len(cuts) > 1)
-    return cuts[0][0] if cuts and first else I
+_PLAN = "_megafx_plan"  # attribute of a parameter that was cut: what the plan said of the place where it was then
+
+
+def planned_as(param: TPTensor) -> tuple[Placement, int | None]:
+    """(how tensor-parallel ranks hold a parameter, of one of an expert what `shard_parameters` was given in `experts`)."""
+    found: tuple[Placement, int | None] = vars(param).get(_PLAN, (I, None))
+    return found
 
 
 def _cut(param: TPTensor, spec: DTensorSpec, cuts: Cuts) -> None:

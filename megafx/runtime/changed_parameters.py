@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import Slot, on_tensor_ranks, parameter_slots, replicate_parameters, shard_parameters
+from megafx.distributed.parameters import Slot, parameter_slots, planned_as, replicate_parameters, shard_parameters
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import UsageError
 from megafx.placements.types import I, Placement
@@ -66,17 +66,18 @@ def take_new_parameters(runtime: Any) -> None:
 
 
 def _moved_expert(runtime: Any, name: str, param: TPTensor) -> bool:
-    """True if other data-parallel ranks may hold other experts than this one, which has come to another place."""
-    meshes = [m for m in (runtime.meshes.experts, runtime.meshes.experts_tensor) if m is not None]
-    return any(param._spec.mesh is m for m in meshes) and name not in runtime.settled.plan.experts
+    """True if data-parallel ranks hold a parameter as that of another expert than the one whose place it has taken."""
+    plan = None if runtime.params is None else runtime.settled.plan
+    return plan is not None and planned_as(param)[1] != plan.experts.get(name)
 
 
 def _replicate(runtime: Any, new: list[str], mesh: DeviceMesh) -> None:
     if runtime.params is not None and runtime.meshes.data is not None:
         raise UsageError(
-            f"{len(new)} parameters were added after megafx.parallelize, the first of them '{new[0]}'",
+            f"{len(new)} parameters were added after megafx.parallelize, or have taken the places of others that ranks hold "
+            f"otherwise, the first of them '{new[0]}'",
             module=new[0].rpartition(".")[0],
-            fix="with data parallelism, put adapters and other modules into the model first, then parallelize it",
+            fix="with data parallelism, change the model (adapters, modules, experts' weights) first, then parallelize it",
         )
     agreement.check_same("the parameters that were added", str(new), runtime.everyone)
     replicate_parameters(runtime.model, mesh, added=True)
@@ -90,6 +91,6 @@ def _cut(runtime: Any, placements: Mapping[str, Placement]) -> None:
     with torch.inference_mode(False):
         shard_parameters(runtime.model, placements)
     stored: list[tuple[str, Any]] = [(name, slot.get()) for name, slot in parameter_slots(runtime.model)]
-    params = {name: on_tensor_ranks(p, runtime.meshes) for name, p in stored if isinstance(p, TPTensor)}
+    params = {name: planned_as(p)[0] for name, p in stored if isinstance(p, TPTensor)}
     runtime.parameters.recuts += any(p != runtime.params.get(n, I) for n, p in params.items())
     runtime.params, runtime.settled.plan = params, replace(runtime.settled.plan, params=dict(params))

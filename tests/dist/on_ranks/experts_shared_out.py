@@ -128,6 +128,13 @@ def ranks_that_have_the_same_experts_hold_shards_of_them() -> None:
     whole = F.pad(up.full_tensor(), (0, 0, 0, 0, 0, 1))[3 * own :][:3]
     mine = F.pad(whole, (0, 0, 0, 0, 0, 1))[2 * group :][:2]
     assert torch.equal(up.to_local(), mine) and optimizer.state[up]["exp_avg"].to_local().shape == mine.shape
+    plain.load_state_dict(megafx.full_state_dict(model)), plain.zero_grad()
+    for each in (model, plain):  # stacks that change places stay cut as they are
+        first, second = each.layers[0], each.layers[1]
+        first.up, second.up = second.up, first.up
+    model(*part(a_call(8), 4)).backward(), plain(*a_call(8)).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    assert set(map(str, model.megafx.params.values())) == {"I"}, model.megafx.params
 
 
 @check(4, slow=True)
@@ -161,6 +168,25 @@ def experts_of_a_list_are_held_whole_by_their_rank(folder: Path) -> None:
     """Two of four a rank: nothing of the others is there, nor in the optimizer. Gradients are held back; a checkpoint goes on
     without such ranks."""
     list_is_held_whole(folder, EP | {"expert_model_parallel_size": 1})
+
+
+@check(2)
+def weights_change_places_between_experts_of_one_rank() -> None:
+    """Between experts of two ranks is an error: a graph has no rows of those that the other rank holds."""
+    model, plain = megafx.parallelize(start_list(), megafx.Config(**EP, data_parallel="fsdp")), start_list()
+    model(*part(a_call(4)[:1], 2))
+
+    def swap(of: nn.Module, one: int, other: int) -> None:
+        a, b = (of.layers[0].experts[e].up for e in (one, other))
+        a.weight, b.weight = b.weight, a.weight
+
+    for each in (model, plain):
+        swap(each, 0, 1)
+    model(*part(a_call(8)[:1], 2)).backward(), plain(*a_call(8)[:1]).backward()
+    same_tensors(megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient")
+    swap(model, 0, 2)
+    with pytest.raises(megafx.MegafxError, match="2 parameters .* have taken the places of others"):
+        model(*part(a_call(8)[:1], 2))
 
 
 @check(2, slow=True)
