@@ -108,6 +108,9 @@ def _number(form: tuple[Any, ...], outputs: Sequence[Any]) -> Any:
     return rest[0] if kind == "is" else FUNCTIONS[rest[0]](*(_number(each, outputs) for each in rest[1:]))
 
 
+Flat = tuple[list[Any], pytree.TreeSpec]  # leaves and structure of a `call_tree`
+
+
 def call_tree(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -177,23 +180,31 @@ class CallSpec:
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        loss_inputs: Mapping[str, Any] | None = None,
+        flat: Flat | None = None,
     ) -> str | None:
-        """Why this graph cannot serve the call, or None if it can."""
-        problem = self.structure_mismatch(args, kwargs, loss_inputs)
+        """Why this graph cannot serve the call, or None if it can. flat: the call's leaves and structure, where known."""
+        problem = self.structure_mismatch(args, kwargs, loss_inputs, flat)
         if problem is None and not self.state.holds():
             return f"forward reads {names(self.state.changed() or self.state.counters)}, which changed"
         if problem is None and self.questions:
-            leaves = pytree.tree_leaves(call_tree(args, kwargs, loss_inputs))
+            leaves = pytree.tree_leaves(call_tree(args, kwargs, loss_inputs)) if flat is None else flat[0]
             if any(question(leaves) != answer for question, answer in self.questions):
                 return "forward decides otherwise by the values of its arguments"
         return problem
 
     def structure_mismatch(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        loss_inputs: Mapping[str, Any] | None = None,
+        flat: Flat | None = None,
     ) -> str | None:
         """The same without the Python state that is no input."""
-        problem, bound = self._bind(args, kwargs, loss_inputs)
+        problem, bound = self._bind(args, kwargs, loss_inputs, flat)
         if problem is not None:
             return problem
         key = tuple(bound.values())
@@ -228,12 +239,17 @@ class CallSpec:
         return True
 
     def _bind(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        loss_inputs: Mapping[str, Any] | None,
+        flat: Flat | None = None,
     ) -> tuple[str | None, dict[sympy.Symbol, int]]:
         """(what differs other than sizes, the size of each symbol)."""
-        leaves, spec = pytree.tree_flatten(self._tree(args, kwargs, loss_inputs))
-        if spec != self.in_spec:
+        given, spec = flat or pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
+        if spec.children() != self.in_spec.children()[:-1]:
             return "the structure of the call differs", {}
+        leaves = [*given, *self.state.values().values()]
         bound: dict[sympy.Symbol, int] = {}  # symbol that is some dim by itself -> size of the first such dim
         for leaf, value in zip(self.leaves, leaves, strict=True):
             if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
@@ -249,16 +265,6 @@ class CallSpec:
         }:
             return "other arguments are the same tensor", bound
         return None, bound
-
-    def _tree(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        loss_inputs: Mapping[str, Any] | None,
-        state: Mapping[str, Any] | None = None,
-    ) -> tuple[Any, ...]:
-        """The call with the state that is an input."""
-        return (*call_tree(args, kwargs, loss_inputs), self.state.values() if state is None else dict(state))
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         whole = {symbol: size * self.parts.get(symbol, 1) for symbol, size in bound.items()}
@@ -287,16 +293,17 @@ class CallSpec:
         kwargs: Mapping[str, Any] | None = None,
         loss_inputs: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
+        flat: Flat | None = None,
     ) -> list[torch.Tensor]:
         """The tensors of a call in placeholder order (contiguous, as the graph was traced). state: the Python state that is an
-        input, where the call was made before (default: as it is now)."""
-        problem = self.structure_mismatch(args, kwargs, loss_inputs) if state is None else None
+        input, where the call was made before (default: as it is now). flat: as of `mismatch`."""
+        problem = self.structure_mismatch(args, kwargs, loss_inputs, flat) if state is None else None
         if problem:
             raise UsageError(f"this call is not the one that was captured: {problem}")
         tensors = []
-        for leaf, value in zip(
-            self.leaves, pytree.tree_leaves(self._tree(args, kwargs, loss_inputs, state)), strict=True
-        ):
+        given = pytree.tree_leaves(call_tree(args, kwargs, loss_inputs)) if flat is None else flat[0]
+        values = self.state.values() if state is None else state
+        for leaf, value in zip(self.leaves, [*given, *values.values()], strict=True):
             if leaf.scalar:
                 tensors.append(torch.tensor(value, dtype=leaf.dtype))
             elif leaf.tensor:

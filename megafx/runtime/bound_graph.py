@@ -25,7 +25,6 @@ from megafx.compiler.kept_values import KeptValues
 from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.parameters import Slot
 from megafx.distributed.tensor import TPTensor
 from megafx.distributed.tensor_layout import shard_of
 from megafx.errors import LostRankError, UsageError
@@ -47,7 +46,7 @@ from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.model_state import ModelState
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.runtime.separate_outputs import SeparateOutputs, sharing_of
-from megafx.runtime.shard_gradients import as_shard, layout_of, local_part
+from megafx.runtime.shard_gradients import as_shard, layouts_of, local_part
 from megafx.runtime.written_arguments import written_arguments
 
 
@@ -137,11 +136,14 @@ class BoundGraph:
         self.changed = sorted(changed)  # inputs that a call writes into
         slots = state.slots
         self.read = [i for i, x in enumerate(self.inputs) if x.kind in kinds and i not in changed]
-        self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
-        self.places = state.aliases(self.slots)
-        self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
-        self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
+        self.slot_names = [self.inputs[i].name for i in self.slot_of]
+        self.slots = [*self.slot_of.values()]
+        self.other_inputs = [(i, x) for i, x in enumerate(self.inputs) if x.kind != "param"]
+        self.places = state.aliases(self.slots)
+        places = {i: k for k, i in enumerate(self.slot_of)}
+        self.wrt_places = [(places.get(i), i) for i in compiled.wrt]  # (which parameter, or None; which input)
+        self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.weights_in_fp8 = [(name, slots[name]) for name in compiled.weights_in_fp8]
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.last: _Step | None = None  # the last call with tapes, until its backward: its output may be dropped before
@@ -201,13 +203,13 @@ class BoundGraph:
         """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for
         backward is within a budget in bytes."""
         spec, chosen = self.compiled.spec, self.compiled.program.recomputed
-        if spec.mismatch(call.args, call.kwargs, call.loss_inputs) is not None or not self.tables.holds():
+        if spec.mismatch(*call.tree, call.flat) is not None or not self.tables.holds():
             return False
         return chosen is None or chosen.at is None or chosen.holds(bind_sizes(spec, call))
 
     def undecided(self, call: Call) -> dict[str, int]:
         """As CallSpec.undecided."""
-        return self.compiled.spec.undecided(call.args, call.kwargs, call.loss_inputs) if self.tables.holds() else {}
+        return self.compiled.spec.undecided(*call.tree) if self.tables.holds() else {}
 
     @property
     def differentiable(self) -> BoundGraph:
@@ -245,7 +247,7 @@ class BoundGraph:
         compiled, step = self.compiled, None
         written = written_arguments(compiled.spec.written, call, self.inputs, inputs)
         if compiled.wrt and torch.is_grad_enabled():
-            wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+            wrt = [user[i] if k is None else parameters[k] for k, i in self.wrt_places]
             if self.without_edge:
                 wrt = [
                     x.detach() if x is not None and i in self.without_edge else x
@@ -257,7 +259,7 @@ class BoundGraph:
             step = _Step(self, inputs, call)
             step.again = Again(self, inputs, user, parameters, bool(compiled.beside))
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
-                step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
+                step.wrt, self.last = wrt, step  # parameters are there
                 step.run.anchor, step.run.own = _Anchor.apply(step, *wrt), frozenset(map(id, wrt))
                 results = _Outputs.apply(step, step.run.anchor)
                 step.run.anchor = None
@@ -314,37 +316,33 @@ class BoundGraph:
     ) -> tuple[list[Any], dict[int, torch.Tensor], list[Any]]:
         """(local tensors in placeholder order, position -> the user's own tensor, the parameters of `slots`). again: (kind,
         name) -> what it was."""
-        state = self.state
+        state, copied = self.state, self.copied
         if names := self.executable.gathered_names:
             self.executable.gathered.look({n: p for n in names if (p := state.slots[n].get()) is not None})
-        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs, call.state))
-        slots = iter(self.slots)
-        inputs: list[Any] = []
-        parameters: list[Any] = []
+        given = iter(self.compiled.spec.flatten(*call.tree, call.state, call.flat))
+        inputs: list[Any] = [None] * len(self.inputs)
+        parameters: list[Any] = [slot.module._parameters[slot.key] for slot in self.slots]
+        for i, stored in zip(self.slot_of, state.local_parameters(self.slot_names, parameters), strict=True):
+            inputs[i] = stored
         user: dict[int, torch.Tensor] = {}
-        for spec in self.inputs:
-            if spec.kind == "param":
-                slot = next(slots)
-                param = slot.module._parameters[slot.key]
-                parameters.append(param)
-                stored = param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
-                stored = again.get((spec.kind, spec.name), stored)
-                inputs.append(stored.clone() if len(inputs) in self.copied else stored)
-            elif spec.kind == "user":
-                at, value = len(inputs), next(given)
-                user[at], local = value, value.local.contiguous() if isinstance(value, CacheShard) else value.detach()
-                was = again.get((spec.kind, spec.name))
-                local = local if was is None else was.detach()
-                inputs.append(local.clone() if was is None and at in self.copied else local)
-            elif (spec.kind, spec.name) in again:
-                inputs.append(again[spec.kind, spec.name])
+        for i, spec in self.other_inputs:
+            if spec.kind == "user":
+                user[i] = value = next(given)
+                inputs[i] = value.local.contiguous() if isinstance(value, CacheShard) else value.detach()
             elif spec.kind == "buffer":
-                stored = state.model.get_buffer(spec.name)
-                inputs.append(stored.clone() if len(inputs) in self.copied else stored)
+                inputs[i] = state.model.get_buffer(spec.name)
             elif spec.kind == "constant":
-                inputs.append(self.compiled.program.constants[spec.name])
-            else:
-                inputs.append(state.seed(one_mask=self.one_mask))
+                inputs[i] = self.compiled.program.constants[spec.name]
+            elif (spec.kind, spec.name) not in again:
+                inputs[i] = state.seed(one_mask=self.one_mask)
+        if again:
+            kept = ((i, x.kind, again.get((x.kind, x.name))) for i, x in enumerate(self.inputs))
+            was = {i: value.detach() if kind == "user" else value for i, kind, value in kept if value is not None}
+            copied = {i for i in copied if i not in was or i in self.slot_of}
+            for i, value in was.items():
+                inputs[i] = value
+        for i in copied:
+            inputs[i] = inputs[i].clone()
         return inputs, user, parameters
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
@@ -497,7 +495,7 @@ class BoundGraph:
         why = where if hooked else "gradients of gradients (create_graph=True)"
         again.check(why, "")
         users = [i for i, spec in enumerate(self.inputs) if spec.kind == "user"]
-        wrt = self.wrt_slots
+        wrt = [self.slot_of.get(i, i) for i in self.compiled.wrt]
 
         def eager(call: Call) -> Any:
             return self.eager(call, why)
@@ -510,6 +508,8 @@ class BoundGraph:
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
+        if not self.state.config.check_for_nan_in_loss_and_grad:
+            return
         names = [self.inputs[i].name for i in self.compiled.wrt]
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
         self.state.check_finite("gradients are", pairs)
@@ -623,7 +623,7 @@ class _Step:
         check_all_taken(self.run.returned)
         if not retain:
             self.free()
-        return [as_shard(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
+        return [g if at is None else as_shard(g, at) for g, at in zip(gradients, layouts, strict=True)]
 
     def free(self) -> None:
         """Give up what backward needs."""
@@ -639,7 +639,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
         results = step.forward(wrt)
         ctx.step = step
-        ctx.layouts = [layout_of(w) for w in wrt]
+        ctx.layouts = layouts_of(wrt)
         ctx.set_materialize_grads(False)
         return results
 
@@ -671,7 +671,7 @@ class _Anchor(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> torch.Tensor:
         # What code keeps hangs on this function, and tapes, which the step owns, are made of it.
         ctx.step = weakref.ref(step)
-        ctx.layouts = [layout_of(w) for w in wrt]
+        ctx.layouts = layouts_of(wrt)
         ctx.set_materialize_grads(False)
         return torch.empty(())
 

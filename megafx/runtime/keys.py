@@ -35,6 +35,7 @@ from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
 from megafx.ir.call_spec import (
     CallSpec,
+    Flat,
     ambient_autocast,
     call_tree,
     comparable,
@@ -74,14 +75,15 @@ class Call:
     ) -> Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
-        while register_dataclasses(given := pytree.tree_leaves(tree)):
-            pass
-        if not all([isinstance(x, LEAVES) for x in given]):
-            tree = taken_apart(tree)
-            given = pytree.tree_leaves(tree)
-        if any([isinstance(x, (DTensor, np.generic)) for x in given]):
-            tree = pytree.tree_map(_plain, tree)
         leaves, spec = pytree.tree_flatten(tree)
+        while register_dataclasses(leaves):
+            leaves, spec = pytree.tree_flatten(tree)
+        if not all([isinstance(x, LEAVES) for x in leaves]):
+            tree = taken_apart(tree)
+            leaves, spec = pytree.tree_flatten(tree)
+        if any([isinstance(x, (DTensor, np.generic)) for x in leaves]):
+            tree = pytree.tree_map(_plain, tree)
+            leaves, spec = pytree.tree_flatten(tree)
         if any(map(is_other_form, leaves)):
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_forms((user_name(leaf_name(path)), x) for path, x in paths)
@@ -89,6 +91,14 @@ class Call:
             paths, _ = pytree.tree_flatten_with_path(tree)
             refuse_leaves((leaf_name(path), x) for path, x in paths)
         return Call(*tree, leaves, spec, caches, part, received=received)
+
+    @property
+    def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        return self.args, self.kwargs, self.loss_inputs
+
+    @property
+    def flat(self) -> Flat:
+        return self.leaves, self.spec
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with the caches that were given, and objects."""
@@ -395,7 +405,7 @@ MANY = 8  # graphs for calls of one form, before the next one is noted; torch.co
 
 def warn_of_many(last: CallSpec, call: Call) -> None:
     """last: of the graph that was made before the one for this call."""
-    why = last.mismatch(call.args, call.kwargs, call.loss_inputs) or "it is in no graph"
+    why = last.mismatch(*call.tree) or "it is in no graph"
     warnings.warn(
         f"megafx has captured this model {MANY + 1} times for calls of one form, each for as long as the first: {why}. Let "
         "forward compute with what changes in each call, as a number or a tensor, and make texts, integers (int(...)), keys "

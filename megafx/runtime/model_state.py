@@ -88,14 +88,18 @@ class ModelState:
             return int(part * torch.cuda.get_device_properties(device).total_memory)
         return hardware.memory_bytes
 
-    def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
-        """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
-        if self.meshes.tensor is not None or param is None:
-            raise UsageError(
-                f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
-                fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
-            )
-        return param.detach()
+    def local_parameters(self, names: Sequence[str], parameters: Sequence[Any]) -> list[torch.Tensor]:
+        """What graphs take of parameters. Without tensor parallelism they may be plain."""
+        kinds = {*map(type, parameters)}
+        if kinds == {TPTensor}:
+            return [p._local_tensor for p in parameters]
+        if self.meshes.tensor is None and type(None) not in kinds:
+            return [p._local_tensor if isinstance(p, TPTensor) else p.detach() for p in parameters]
+        name, p = next((n, p) for n, p in zip(names, parameters, strict=True) if not isinstance(p, TPTensor))
+        raise UsageError(
+            f"parameter '{name}' was replaced after megafx.parallelize by a {type(p).__name__}",
+            fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
+        )
 
     def replicated(self) -> list[tuple[str, torch.Tensor]]:
         """(FQN, value) of parameters that all tensor-parallel ranks hold whole."""

@@ -36,7 +36,6 @@ from megafx.distributed.parameters import (
     shard_parameters,
     take_fp32_gradients,
 )
-from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.call_spec import ambient_autocast
@@ -442,9 +441,8 @@ class Runtime:
     ) -> BoundGraph:
         """captured: the program of the call, where it was captured already; examples: as of `_begin_with`."""
         if self.mesh is not None:
-            for name, param in zip(self.state.slots, self.parameters.current, strict=True):
-                if param is not None and not isinstance(param, TPTensor):
-                    self.state.plain_parameter(name, param)
+            held = {n: p for n, p in zip(self.state.slots, self.parameters.current, strict=True) if p is not None}
+            self.state.local_parameters([*held], [*held.values()])
         context = self._context(call, grad, state)
         is_training = context.training and all(m.training for m in self.modules) and not call.under_no_grad
 

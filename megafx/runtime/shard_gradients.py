@@ -5,6 +5,7 @@ Parameters and outputs may be DTensors (`TPTensor`); caches hold `CacheShard`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -16,16 +17,17 @@ from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.outputs import make_dtensor
 
 
-def layout_of(x: Any) -> Any:
-    """Of a tensor whose gradient is wanted: what `as_shard` needs; None for whole ones."""
-    if isinstance(x, CacheShard):
-        return x.placement, x.mesh
-    return x._spec if isinstance(x, TPTensor) else None
+def layouts_of(tensors: Sequence[Any]) -> list[Any]:
+    """Of tensors whose gradients are wanted: what `as_shard` needs; None for whole ones."""
+    return [
+        x._spec if isinstance(x, TPTensor) else (x.placement, x.mesh) if isinstance(x, CacheShard) else None
+        for x in tensors
+    ]
 
 
 def as_shard(gradient: Any, layout: Any) -> Any:
     """This rank's part of a gradient, as autograd wants that of a tensor of this layout."""
-    if gradient is None or layout is None:
+    if gradient is None:
         return gradient
     if isinstance(layout, tuple):
         made: Any = make_dtensor(gradient, *layout)  # its padding is zeros

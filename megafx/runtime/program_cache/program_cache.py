@@ -242,7 +242,7 @@ class Situation:
         assert program.call is not None
         program.call = replace(program.call, state=state)
         call = self.call
-        if program.call.mismatch(call.args, call.kwargs, call.loss_inputs) is not None:
+        if program.call.mismatch(*call.tree) is not None:
             return "the call"
         program.constants = {n: self._constant(c, state, tensors) for n, c in form["constants"].items()}
         program.table = cache(lambda name: read_table(self.model.get_buffer(name)))
