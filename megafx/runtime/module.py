@@ -28,7 +28,7 @@ from megafx.errors import UsageError
 from megafx.runtime.guards import data_parallel_error, guard_forward, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
-from megafx.weights.state import full_state_dict, prepare_loading, refuse_assignment
+from megafx.weights.state import full_state_dict, prepare_assignment, prepare_loading
 
 # -- `save_pretrained` of a sharded Hugging Face model, written as `megafx.save_pretrained` writes
 #
@@ -151,11 +151,11 @@ class Parallel:
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; whole tensors are sharded. With shards, `assign` copies too, since values have to be cut. Raises
-        UsageError where it would give parameters another dtype, or part tied ones."""
+        UsageError where it would give parameters another dtype."""
         model = cast(nn.Module, self)
         if self.megafx.mesh is not None:
             if assign:
-                refuse_assignment(model, state_dict)
+                prepare_assignment(model, state_dict)
             state_dict = prepare_loading(model, state_dict)
             assign = False
         more = {"assign": True} if assign else {}  # an override of the user's class may not know it

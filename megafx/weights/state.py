@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megafx.distributed.failures import meet, stopping_with_others
-from megafx.distributed.parameters import as_parameter, parameter_slots, runtime_of
+from megafx.distributed.parameters import Slot, as_parameter, parameter_slots, runtime_of
 from megafx.distributed.saved_shards import is_saved, taken
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
 from megafx.errors import UsageError
@@ -167,14 +167,22 @@ def _meet(what: str, model: nn.Module) -> None:
     meet(what, None if runtime is None else runtime.group)
 
 
-def refuse_assignment(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise UsageError where `load_state_dict(state, assign=True)` would do more to one process's model than change values."""
+def prepare_assignment(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Before the values of `load_state_dict(state, assign=True)` are loaded: tied parameters part, as in one process, where
+    they share memory if the values do. Raises UsageError where shards cannot be what one process's model would be."""
+    runtime = runtime_of(model)
     for stored in all_tensors(model):
         given = {n: v for n in stored.names if isinstance(v := state.get(n), torch.Tensor)}
         other = next((n for n, v in given.items() if v.dtype != stored.tensor.dtype), None)
-        if given and len(stored.names) > 1:
+        places = {(id(model.get_submodule(n.rpartition(".")[0])), n.rpartition(".")[2]) for n in stored.names}
+        parts = len(given) > 0 and len(places) > 1
+        uncut = runtime is not None and runtime.params is None and len({*map(_memory, given.values())}) < len(given)
+        if parts and (uncut or not isinstance(stored.tensor, nn.Parameter)):
             found = f"would part {' and '.join(map(repr, stored.names))}, which are one tensor"
-            fix = "the values alone are loaded by load_state_dict(state): what is tied stays tied. Untie it before parallelize"
+            fix = (
+                "the values alone are loaded by load_state_dict(state): what is tied stays tied. Call the model before, or "
+                "untie it before parallelize"
+            )
         elif other is not None:
             found = f"would make '{other}' a tensor of {given[other].dtype}; it has {stored.tensor.dtype}"
             fix = (
@@ -183,6 +191,25 @@ def refuse_assignment(model: nn.Module, state: Mapping[str, Any]) -> None:
         else:
             continue
         raise UsageError(f"load_state_dict(assign=True) {found}, and shards stay where they are", fix=fix)
+    tied: dict[int, dict[tuple[int, str], tuple[Slot, str]]] = {}
+    for fqn, slot in parameter_slots(model):
+        tied.setdefault(id(slot.get()), {})[id(slot.module), slot.key] = slot, fqn
+    for slots in tied.values():
+        taken_by = [(slot, v) for slot, fqn in slots.values() if isinstance(v := state.get(fqn), torch.Tensor)]
+        locals_of = dict[Any, torch.Tensor]()
+        for i, (slot, value) in enumerate(taken_by if len(slots) > 1 else []):
+            param, memory = slot.get(), _memory(value)
+            assert isinstance(param, TPTensor)
+            if i == 0 and len(taken_by) == len(slots):  # the others leave it
+                locals_of[memory] = param._local_tensor
+                continue
+            local = locals_of.setdefault(memory, param._local_tensor.clone())
+            slot.module._parameters[slot.key] = as_parameter(wrap(local, param._spec), param)
+
+
+def _memory(value: torch.Tensor) -> Any:
+    local = local_of(value)
+    return local.untyped_storage()._cdata, local.storage_offset(), local.stride()
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

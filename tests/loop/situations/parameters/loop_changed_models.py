@@ -131,3 +131,41 @@ def blocks_are_called_by_themselves_in_another_order(loop: Loop) -> None:
     loop.see(after=[block(x) for block in model.blocks])
     trained(loop, model, ids)
     loop.see(trained=[block(x) for block in model.blocks])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(ids)))).square().mean()
+
+
+@situation("https://github.com/huggingface/transformers/issues/35862", data=("ddp", "fsdp"), slow=(1, "fsdp"))
+def a_state_is_assigned_to_tied_weights(loop: Loop) -> None:
+    """They part: into two over one memory, two with values of their own, or one that the state does not have."""
+    for how in ("shared", "own", "one", "tied again"):
+        torch.manual_seed(0)
+        model, other = loop.model(Tied()), Tied()
+
+        def train(steps: int, model: nn.Module = model) -> None:
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            for _ in range(steps):
+                loss = model(loop.rows(torch.randint(11, (4, 5))))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loop.see(loss=loop.mean(loss))
+
+        train(2)
+        state = {n: v if how == "shared" else v.clone() for n, v in other.state_dict().items()}
+        if how == "one":
+            del state["embed.weight"]
+        model.load_state_dict(state, strict=False, assign=True)
+        if how == "tied again":
+            model.head.weight = model.embed.weight
+        train(2)
+        loop.see(count=len([*model.parameters()]))
+        loop.see_state(model)
