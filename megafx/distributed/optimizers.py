@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megafx.distributed import muon
 from megafx.distributed.kept_parameters import take_up
 from megafx.distributed.tensor import TPTensor, local_of, wrap
-from megafx.distributed.tensor_layout import cuts_of, spec_of
-from megafx.placements.tensors import cut_tensor
+from megafx.distributed.tensor_layout import shard_of, spec_of
 
 
 @cache
@@ -87,4 +86,4 @@ def _is_whole(x: Any, p: TPTensor) -> bool:
 
 
 def _cut(x: torch.Tensor, p: TPTensor) -> torch.Tensor:
-    return wrap(cut_tensor(local_of(x), cuts_of(p), p._spec.mesh.get_local_rank()), spec_of(p._spec, x.dtype))
+    return wrap(shard_of(local_of(x), p._spec), spec_of(p._spec, x.dtype))

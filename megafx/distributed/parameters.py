@@ -23,7 +23,7 @@ from megafx.distributed import optimizers
 from megafx.distributed.kept_parameters import stand_in
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.tensor import TPTensor, wrap
-from megafx.distributed.tensor_layout import cuts_of, make_spec
+from megafx.distributed.tensor_layout import make_spec, shard_of
 from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
 from megafx.placements.tensors import cut_tensor
@@ -238,7 +238,8 @@ def shard_parameters(
         if meshes is not None:
             cuts, mesh = _over_data(placement, param, meshes, of_experts.get(id(param))) or (cuts, mesh)
         if cuts or mesh is not param._spec.mesh:
-            _cut(param, make_spec(mesh, cuts, param.shape, param.dtype), cuts)
+            spec = make_spec(mesh, cuts, param.shape, param.dtype)
+            _cut(param, spec, cuts)
 
 
 def _over_data(
@@ -271,16 +272,15 @@ def _cut(param: TPTensor, spec: DTensorSpec, cuts: Cuts) -> None:
     """Cut a parameter and its gradient, which are whole; `spec` describes what is left."""
     grad, param.grad = cast("TPTensor | None", param.grad), None
     rank = spec.mesh.get_local_rank()
-    local = cut_tensor(param._local_tensor, cuts, rank)  # of a meta tensor: a meta shard
-    of_grad = None if grad is None else cut_tensor(grad._local_tensor, cuts, rank)
-    param._local_tensor, param._spec = local, spec
-    if of_grad is not None:
-        param.grad = wrap(of_grad, spec)
+    param._local_tensor = cut_tensor(param._local_tensor, cuts, rank)  # of a meta tensor: a meta shard
+    param._spec = spec
+    if grad is not None:
+        param.grad = wrap(cut_tensor(grad._local_tensor, cuts, rank), spec)
 
 
 def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
     """Logical tensor -> TPTensor placed as `param` is, in `param`'s dtype."""
-    return wrap(cut_tensor(full.to(param.dtype), cuts_of(param), param._spec.mesh.get_local_rank()), param._spec)
+    return wrap(shard_of(full.to(param.dtype), param._spec), param._spec)
 
 
 RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that holds its runtime

@@ -197,8 +197,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
     """Where the values that this rank holds lie in the original tensor; a tensor that is no DTensor is whole."""
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
+        return shard_slices(tensor.shape, (), 0)
     return shard_slices(tensor.shape, cuts_of(tensor), tensor._spec.mesh.get_local_rank())
 
 

@@ -253,7 +253,7 @@ def _is_boolean_padding(mask: Any) -> bool:
 def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, b s!, (n g), ~ -> b (n g) t f{statistics}"
+    text = f"nl[2]: {_operand_dims(call)}, b s!, b s!, (n g), ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
@@ -262,7 +262,7 @@ def _backward_rule(call: OpCall) -> RuleText:
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
     """
-    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, b s!, (n g), ~, b (n g) t f, b (n g) t"
+    operands = f"b (n g) t f, {_operand_dims(call)}, b s!, b s!, (n g), ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
         # A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum.
         mask: Arg = call.get("mask")
@@ -273,10 +273,10 @@ def _backward_rule(call: OpCall) -> RuleText:
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 9), "PPR"),))
 
 
-def _operand_dims(call: OpCall, e: str, f: str) -> str:
+def _operand_dims(call: OpCall) -> str:
     mask = call.get("mask")
     dims = "b s!" if isinstance(mask, Arg) and len(mask.shape) == 2 else "b (n g) t s!"
-    return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {dims}"
+    return f"b (n g) t e!, b n s! e!, b n s! f, {dims}"
 
 
 def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
