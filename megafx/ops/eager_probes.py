@@ -356,6 +356,8 @@ def sizes_decide(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor], 
     from torch._dynamo.source import ConstantSource  # these import sympy's printers and all of Dynamo
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+    if not any(isinstance(n, torch.SymInt) for x in tensors for n in x.shape):
+        return False
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     given: list[Tensor] = []
