@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -17,6 +18,11 @@ from megafx.distributed.tensor import local_of
 TRAIN = {"input_ids": IDS, "labels": LABELS, "attention_mask": RIGHT}
 
 
+def promoting(eager: bool) -> contextlib.AbstractContextManager[Any]:
+    """For eager code; graphs have casts promoted by a pass, and refuse calls within a mode."""
+    return PromoteCasts() if eager else contextlib.nullcontext()
+
+
 class Twins:
     """A parallelized model and its plain twin."""
 
@@ -28,7 +34,7 @@ class Twins:
         """The same call of both; a form whose tensors collect gradients is made anew for each."""
         results = []
         for m in (self.model, self.plain):
-            with PromoteCasts():
+            with promoting(m is self.plain):
                 results.append(m(**call()))
             if backward:
                 results[-1].loss.backward()
@@ -78,7 +84,7 @@ def encoder_outputs_with_gradients() -> str:
     for m in (model, plain):
         given = call()
         memories.append(given["encoder_outputs"].last_hidden_state)
-        with PromoteCasts():
+        with promoting(m is plain):
             m(**given).loss.backward()
     near(memories[0].grad, memories[1].grad, "the gradient of the encoder's output")
     return same_gradients(model, gradients(plain))
@@ -93,7 +99,7 @@ def an_encoder_called_by_itself() -> str:
     for m in (model, plain):
         given = call()
         ids = IDS[:, :7]
-        with PromoteCasts():
+        with promoting(m is plain):
             given["encoder_outputs"] = m.get_encoder()(input_ids=ids, attention_mask=(ids > 3).long(), return_dict=True)
             given["attention_mask"] = (ids > 3).long()
             m(**given).loss.backward()
