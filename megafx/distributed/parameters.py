@@ -6,7 +6,7 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -207,13 +207,14 @@ def shard_parameters(
     placements: Mapping[str, Placement],
     meshes: Meshes | None = None,
     experts: Mapping[str, int] = MappingProxyType({}),
+    added: Collection[str] | None = None,
 ) -> None:
     """Cut each replicated parameter, and its gradient, in place: only the local tensor and the spec of the TPTensor change, its
     logical shape does not.
 
     placements: FQN -> I or S, how tensor-parallel ranks hold it; any alias of a tied one. meshes: of data-parallel ranks, which
     cut again what they hold shards of. Of parameters named in `experts` each rank keeps its experts: those of a stack (-1), or
-    the one whose rank is named.
+    the one whose rank is named. added: names of those that alone are cut; None for all.
     """
     placed: dict[int, tuple[str, Placement]] = {}
     of_experts: dict[int, int] = {}
@@ -229,7 +230,8 @@ def shard_parameters(
                 )
         if fqn in experts:
             of_experts[key] = experts[fqn]
-    for param in model.parameters():
+    chosen = model.parameters() if added is None else {id(p): p for p in map(model.get_parameter, added)}.values()
+    for param in chosen:
         assert isinstance(param, TPTensor)
         (_, placement), mesh = placed.get(id(param), ("", I)), param._spec.mesh
         if meshes is not None or id(param) in placed:

@@ -60,8 +60,8 @@ def take_new_parameters(runtime: Any) -> None:
         if new:
             _replicate(runtime, new, runtime.mesh)
         if runtime.params is not None:
-            kept = {n for n in new if before.get(n) == found[n].shape}  # none with data parallelism
-            _cut(runtime, {n: p for n, p in runtime.params.items() if n in kept})
+            kept = {n for n in new if before.get(n) == found[n].shape}
+            _cut(runtime, {n: p for n, p in runtime.params.items() if n in kept}, new)
     runtime.parameters_changed()
 
 
@@ -72,12 +72,14 @@ def _moved_expert(runtime: Any, name: str, param: TPTensor) -> bool:
 
 
 def _replicate(runtime: Any, new: list[str], mesh: DeviceMesh) -> None:
-    if runtime.params is not None and runtime.meshes.data is not None:
+    experts = {} if runtime.settled.plan is None else runtime.settled.plan.experts
+    moved = [name for name, p in runtime.model.named_parameters() if name in new and isinstance(p, TPTensor)]
+    if runtime.params is not None and runtime.meshes.data is not None and (moved or not experts.keys().isdisjoint(new)):
         raise UsageError(
             f"{len(new)} parameters were added after megafx.parallelize, or have taken the places of others that ranks hold "
             f"otherwise, the first of them '{new[0]}'",
             module=new[0].rpartition(".")[0],
-            fix="with data parallelism, change the model (adapters, modules, experts' weights) first, then parallelize it",
+            fix="where data-parallel ranks share out experts, change the experts of the model first, then parallelize it",
         )
     agreement.check_same("the parameters that were added", str(new), runtime.everyone)
     replicate_parameters(runtime.model, mesh, added=True)
@@ -85,11 +87,11 @@ def _replicate(runtime: Any, new: list[str], mesh: DeviceMesh) -> None:
         runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
 
 
-def _cut(runtime: Any, placements: Mapping[str, Placement]) -> None:
+def _cut(runtime: Any, placements: Mapping[str, Placement], new: list[str]) -> None:
     """Cut new parameters, and let the plan have all as they are stored."""
     assert runtime.params is not None and runtime.settled.plan is not None
     with torch.inference_mode(False):
-        shard_parameters(runtime.model, placements)
+        shard_parameters(runtime.model, placements, runtime.meshes, added=new)
     stored: list[tuple[str, Any]] = [(name, slot.get()) for name, slot in parameter_slots(runtime.model)]
     params = {name: planned_as(p)[0] for name, p in stored if isinstance(p, TPTensor)}
     runtime.parameters.recuts += any(p != runtime.params.get(n, I) for n, p in params.items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from loop import Loop, situation
@@ -168,4 +170,59 @@ def a_state_is_assigned_to_tied_weights(loop: Loop) -> None:
             model.head.weight = model.embed.weight
         train(2)
         loop.see(count=len([*model.parameters()]))
+        loop.see_state(model)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of two dims."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(7, 12), nn.Linear(12, 5)
+        self.gain: nn.Parameter | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        h = h if self.gain is None else h * self.gain
+        h = h + self.extra(h) if hasattr(self, "extra") else h
+        return F.cross_entropy(self.head(h), y)
+
+
+@situation(
+    "https://github.com/huggingface/peft/issues/1115", data=("ddp", "zero1", "fsdp"), slow=(1, 2, "zero1", "fsdp")
+)
+def heads_modules_adapters_and_parameters_come_between_steps(loop: Loop) -> None:
+    changes: list[Callable[[Any], object]] = [
+        lambda m: setattr(m, "head", nn.Linear(12, 6)),
+        lambda m: setattr(m, "head", nn.Linear(12, 5)),
+        lambda m: m.add_module("extra", nn.Linear(12, 12)),
+        lambda m: (m.requires_grad_(False), setattr(m, "up", Adapted(m.up))),
+        lambda m: setattr(m, "gain", nn.Parameter(torch.ones(12))),
+    ]
+    for change in changes:
+        torch.manual_seed(0)
+        model = loop.model(Grows())
+        for _ in range(2):
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+            for _ in range(2):
+                loss = model(loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,))))
+                optimizer.zero_grad()
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                loop.see(loss=loop.mean(loss), norm=norm)
+            if not hasattr(model, "changed"):
+                model.changed = True
+                change(model)
         loop.see_state(model)
