@@ -568,13 +568,13 @@ def _added_to(self: GrowingList, other: list[Any]) -> list[Any]:
 def _reads_list(name: str) -> Callable[..., Any]:
     plain = getattr(list, name, _added_to)  # __radd__, which lists leave to each other; what deques alone have
 
-    def method(self: GrowingList, *args: Any) -> Any:
+    def method(self: GrowingList, *args: Any, **options: Any) -> Any:
         if not self.cleared:
             if name not in ("__setitem__", "__delitem__") or args[0] != slice(None):
                 self.is_read()
             self.clear()
             return self.extend(*args[1:] or ((),))
-        return plain(self, *args)
+        return plain(self, *args, **options)
 
     return method
 

@@ -174,6 +174,7 @@ def lists_and_deques_are_changed_at_other_places_than_their_end(loop: Loop) -> N
     uses: list[Use] = [
         lambda model, held, y: held.insert(0, mean(y)),
         lambda model, held, y: (held.append(mean(y)), held.reverse()),
+        lambda model, held, y: (held.append(mean(y)), held.sort(key=lambda x: x.dim(), reverse=True)),
         lambda model, held, y: held.__setitem__(slice(0, 0), [mean(y)]),
         lambda model, held, y: (held.append(mean(y)), held.__delitem__(slice(None, -2))),
         lambda model, held, y: (held.append(mean(y)), held.__imul__(2)),
@@ -184,7 +185,7 @@ def lists_and_deques_are_changed_at_other_places_than_their_end(loop: Loop) -> N
     ]
     for i, use in enumerate(uses):
         torch.manual_seed(0)
-        container: Any = collections.deque(maxlen=3) if i > 6 else []
+        container: Any = collections.deque(maxlen=3) if i > 7 else []
         model = loop.model(Keeps(container, use))
         _train(loop, model)
         loop.see(held=[*model.container], total=getattr(model, "total", None))
