@@ -25,6 +25,7 @@ from megafx.ir.nodes import Draw
 from megafx.ir.sizes import FIRST_PRIME
 from megafx.kernels.attention.attention_reference import ADDED, FILLED, FILLED_NAN, ZEROS
 from megafx.kernels.attention.masked_softmax import FILLS, HARD_FILL
+from megafx.patterns.masked_softmax import follows_from_both
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Pattern, register
 
@@ -230,7 +231,7 @@ class AttentionOfMatrices(_Attention):
             return "the number of heads is not known"
         if hidden and m["by"] == "baddbmm" and m["fill"] > -1e30:
             return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
-        return None
+        return follows_from_both(m) if hidden and m["by"] == "baddbmm" else None
 
     def make(q, k, v, drop, mask=None, bias=None, *, between, by, scale, fill, inner, n, beta):
         def four(x):

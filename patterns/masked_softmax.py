@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from megafx.analysis.masks import Leaf, MaskReader
-from megafx.analysis.visible import may_hide, read_visible
+from megafx.analysis.visible import masked_before, may_hide, read_visible
 from megafx.ir.nodes import argument, aten_ops, op_name
 from megafx.ir.program import Program
 from megafx.kernels.attention.masked_softmax import FILLS, mask_floor  # registers the ops, too
@@ -103,7 +103,11 @@ class ScaleMaskSoftmax(Pattern):
         return _weights(z, scores.dtype, cast, dropped, p)
 
     def where(m):
-        fill = _fill_before(m.node("scores"))
+        scores, fill = m.node("scores"), _fill_before(m.node("scores"))
+        if m["mask_by"] == "add" and m["scores"].dtype.itemsize == 2 and masked_before(m.program, scores):
+            return (
+                "its scores hold a mask: half precision rounds its sum with what is added, and a query may see no key"
+            )
         if fill is None:
             return _narrows(m)
         if m["mask_by"] == "add" and _fill_of(m.program, fill) == -math.inf:  # it goes into the mask that is added
@@ -217,13 +221,12 @@ class BiasOfScores(_Before):
             scores = scores.args[0]
         if scores.target not in PRODUCTS:
             return ""
+        if _rounds(m, m.node("scores")):
+            return _ROUNDED
         if m["mask"] is not None and m["mask"].dtype == torch.bool:
             if not _hides(m["fill"], m["scores"].dtype):
                 return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
-            if m["fill"] == -math.inf and _may_hide(m, m.node("bias")):
-                return _BLIND
-            if _follows_from_both(m):
-                return "a query may see no key: there scores that the bias hides have a gradient, and filled ones have none"
+            return follows_from_both(m)
         return None
 
     def make(scores, bias, drop, mask=None, sink=None, *, scale, fill):
@@ -327,15 +330,32 @@ def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
     return not hides
 
 
-def _follows_from_both(m: Match) -> bool:
-    """True if the bias hides keys by a number, the mask fills in others, and a query may see none."""
+def follows_from_both(m: Match) -> str | None:
+    """Why a boolean mask that fills scores does not go into the bias that was added to them: the bias hides keys too, or may,
+    and a query may see none."""
+    if m["fill"] == -math.inf:
+        return _BLIND if _may_hide(m, m.node("bias")) else None
     reader = MaskReader(m.program)
     own = read_visible(reader, m.node("bias"), visible=True, symmetric=True)
     if own is None or not own.parts:
-        return False
-    filled = read_visible(reader, m.node("mask"), visible=False, symmetric=True)
-    m.program.assumed |= {name: m.program.table(name) for name in reader.used}
-    return filled is None or bool(filled.padding or own.padding)
+        blind = _may_hide(m, m.node("bias"))
+    else:
+        filled = read_visible(reader, m.node("mask"), visible=False, symmetric=True)
+        blind = filled is None or bool(filled.padding or own.padding) or may_hide(m.program, own.rest)
+        m.program.assumed |= {name: m.program.table(name) for name in reader.used}
+    return (
+        "a query may see no key: there scores that the bias hides have a gradient, and filled ones none"
+        if blind
+        else None
+    )
+
+
+_ROUNDED = "its scores hold a mask: half precision rounds their sum with what is added, and a query may see no key"
+
+
+def _rounds(m: Match, scores: fx.Node) -> bool:
+    """True if what is added to scores of half precision is lost beside a mask that they hold already."""
+    return m["scores"].dtype.itemsize == 2 and masked_before(m.program, scores)
 
 
 def _may_hide(m: Match, added: fx.Node) -> bool:

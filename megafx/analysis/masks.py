@@ -378,6 +378,8 @@ def _filled(reader: MaskReader, node: fx.Node) -> Value | None:
 def _cast(reader: MaskReader, node: fx.Node) -> Value | None:
     value = reader.operand(node.args[0])
     dtype = node.meta[VAL].dtype
+    if isinstance(value, Leaf) and dtype.is_floating_point and (shown := condition_of(value)) is not None:
+        value = truth(shown)
     if isinstance(value, Choice):
         kind: Any = bool if dtype == torch.bool else float if dtype.is_floating_point else int
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from megafx.analysis.masks import (
@@ -23,7 +24,7 @@ from megafx.analysis.masks import (
     hides,
 )
 from megafx.ir.nodes import op_name
-from megafx.ir.program import Input, Program
+from megafx.ir.program import VAL, Input, Program
 
 
 @dataclass
@@ -137,12 +138,12 @@ def may_hide(program: Program, leaves: tuple[Leaf, ...]) -> bool:
     todo = [leaf.node for leaf in leaves]
     while todo:
         node = todo.pop()
-        if node in seen:
+        if node in seen or not isinstance(node.meta.get(VAL), torch.Tensor):  # a size, which is no value
             continue
         seen.add(node)
         spec = inputs.get(node)
         if spec is not None:
-            floating = node.meta["val"].is_floating_point()
+            floating = node.meta[VAL].is_floating_point()
             if floating and (spec.kind == "user" or (spec.kind != "param" and not _small(program, spec))):
                 return True
             continue

@@ -76,6 +76,10 @@ def scores(q, k, c=0.5):
     return q @ k.transpose(-1, -2) * c
 
 
+def alibi(k):
+    return (torch.arange(k.shape[-2], device=k.device).to(k.dtype) * -0.5)[None, None, None]
+
+
 def by_matrices(q, k, v, bias=None, m=None):
     """Bloom: [b*n, s, e], a bias in baddbmm, the softmax on [b, n, s, t]."""
     b, n, s, e = q.shape
@@ -108,8 +112,8 @@ FORMS = {
         HEADS | {"a": "f32[1 n=2 s s]", "m": "f32[b 1 s s]"},
     ),
     "alibi, then filled": (
-        lambda q, k, v, a, m: torch.softmax((scores(q, k) + a).masked_fill(m, -1e38), -1) @ v,
-        HEADS | {"a": "f32[n=2 1 s]", "m": "bool[1 1 s s]"},
+        lambda q, k, v, m: torch.softmax((scores(q, k) + alibi(k)).masked_fill(m, -1e38), -1) @ v,
+        HEADS | {"m": "bool[1 1 s s]"},
     ),
     "alibi, then scaled": (
         lambda q, k, v, a: torch.softmax((q @ k.transpose(-1, -2) + a) * 0.5, -1) @ v,

@@ -191,3 +191,35 @@ def test_rows_of_nan_that_were_wrong() -> None:
         vars(each).update({"bias": None, "shape": (5, 5), "scale": "div", "joined": "expand", "causal": True} | more)
         rows.append(each)
     assert not differences(rows, torch.float64)
+
+
+class Padded(nn.Module):
+    """Padding is added to scores, then later keys are filled: a row of padding has gradients where it was added."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        z, least = q @ k.transpose(-1, -2) / 2.0, torch.finfo(q.dtype).min
+        hidden = keep if self.kind == "added" else (1.0 - keep.to(z.dtype)) * least
+        later = ~torch.ones(z.shape[-2:], dtype=torch.bool).tril()[(None,) * (z.dim() - 2)]
+        if self.kind == "baddbmm":
+            z = torch.baddbmm(hidden[:, None], q, k.transpose(1, 2))
+            return torch.bmm(torch.softmax(z.masked_fill(later, least), -1), v)
+        return torch.softmax((z + hidden[:, None, None]).masked_fill(later, least), -1) @ v
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "added", "baddbmm"])
+def test_padding_is_added_before_later_keys_are_filled(kind: str) -> None:
+    torch.manual_seed(0)
+    added = torch.zeros(KEEP.shape, dtype=torch.float64).masked_fill(~KEEP, torch.finfo(torch.float64).min)
+    keep = {"int": KEEP.long(), "added": added}.get(kind, KEEP)
+    heads = () if kind == "baddbmm" else (2,)
+    qkv = [torch.randn(4, *heads, 5, 4, dtype=torch.float64) for _ in range(3)]
+    runs = []
+    for net in (Padded(kind), megafx.parallelize(Padded(kind), megafx.Config(tensor_model_parallel_size=1))):
+        given = [x.clone().requires_grad_() for x in qkv]
+        net(*given, keep).square().sum().backward()
+        runs.append([x.grad for x in given])
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(*runs, strict=True))  # type: ignore[arg-type]
