@@ -203,9 +203,9 @@ class Writes:
             raise self._unfollowed(Place(table, key, f"{name}.{key}".lstrip(".")), table.get(key))
 
     def _change(self, place: Place, old: Any) -> Iterator[tuple[Place, Any, bool]]:
-        new = place.get()
+        new, memos = place.get(), self.reads.memos
         if new is not old:
-            if not same(new, old):
+            if not same(new, old) and not (memos is not None and memos.is_one(new)):
                 yield place, new, False
             return
         yield from self._inside(place, new)

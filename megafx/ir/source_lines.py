@@ -111,10 +111,11 @@ def is_installed(path: str) -> bool:
 
 
 def compiles_for(frame: FrameType, flag: str) -> bool:
-    """What a function of torch.compiler, that of this flag, answers code of a frame. Libraries have forms that can be traced;
-    the user's own code does in a graph what it does in eager mode."""
+    """What a function of torch.compiler, that of this flag, answers code of a frame. Libraries have forms that can be traced,
+    transformers also as a checkout; the user's own code does in a graph what it does in eager mode."""
     file = frame.f_code.co_filename
-    return (is_installed(file) or file.startswith(_TORCH)) and bool(getattr(torch.compiler, flag))
+    checkout = tuple(path + os.sep for path in getattr(sys.modules.get("transformers"), "__path__", ()))
+    return (is_installed(file) or file.startswith((_TORCH, *checkout))) and bool(getattr(torch.compiler, flag))
 
 
 def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root: str) -> str:

@@ -10,6 +10,7 @@ from interpret import run_program
 
 import megafx
 from megafx.capture.export import capture_call
+from megafx.ir import source_lines
 from megafx.ir.nodes import argument, draw_of, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
@@ -239,3 +240,12 @@ def test_registries_are_as_before() -> None:
         masking_utils.find_packed_sequence_indices,
     )
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_a_checkout_of_transformers_is_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code asks whether it is traced: as the user's own it would decide by the data of masks."""
+    monkeypatch.setattr(source_lines, "is_installed", lambda path: False)
+    program = capture_call(_model(*MODELS["llama"][:2]), (), _inputs(2, 16, False))
+    canonicalize_program(program)
+    found = [_flags(n) for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
+    assert found and found[0] == MODELS["llama"][2]

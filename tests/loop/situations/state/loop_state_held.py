@@ -501,3 +501,35 @@ def a_decorator_reads_a_global(loop: Loop) -> None:
         loss.backward()
         loop.see(loss=loss)
     loop.see_gradients(model)
+
+
+@functools.lru_cache
+def is_doubled() -> bool:
+    return True
+
+
+CHECKS = {"first": {"check": is_doubled, "least": [1]}, "second": {"check": is_doubled}}
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for found in CHECKS.values():
+            if found["check"]():
+                x = x * 2
+        return x
+
+
+@situation("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_flash_attention_utils.py")
+def a_table_holds_functions_with_a_cache(loop: Loop) -> None:
+    """As transformers' table of versions of flash attention does: what a trace puts there is gone afterwards."""
+    model, x = loop.model(Checked()), torch.randn(4, 7)
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        loop.see(loss=loss, same=all(found["check"] is is_doubled for found in CHECKS.values()))
+    loop.see_gradients(model)
