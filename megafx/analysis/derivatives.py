@@ -218,6 +218,7 @@ class _Typed(TorchDispatchMode):
     def _typed(
         self, target: Any, args: Any, kwargs: Any, nodes: dict[int, fx.Node], made: Any, views: bool = False
     ) -> tuple[fx.Node, Any]:
+        """(the op as a node, what it makes of its operands: P or R, or a tuple of them). views: it makes views of them."""
         node_of = lambda x: nodes[id(x)] if isinstance(x, Tensor) else x
         node = self.graph.call_function(target, *pytree.tree_map(node_of, (tuple(args), kwargs or {})))
         node.meta[VAL] = made
